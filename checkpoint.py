@@ -1,0 +1,197 @@
+"""Checkpoints: written so that a kill or a full disk at any moment leaves a good one, read so that no file can do harm.
+
+A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the weights of the best
+validation loss). A file is a dict of tensors and plain types with a digest of its contents.
+"""
+import dataclasses
+import hashlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from configurator import UserError, convert
+from model import GPT, GPTConfig
+from runtime import warn
+
+VERSION = 1
+WEIGHTS = ('version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')  # what best.pt holds of a state
+
+
+def digest(value, sha=None):
+    """SHA-256 over the contents of nested dicts and lists of tensors and plain values, as hex."""
+    top, sha = sha is None, sha or hashlib.sha256()
+    if isinstance(value, torch.Tensor):
+        sha.update(f'{value.dtype}{tuple(value.shape)}'.encode())
+        sha.update(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, (dict, list, tuple)):
+        for item in (sorted(value.items()) if isinstance(value, dict) else value):
+            digest(item, sha)
+        sha.update(f'end of {len(value)}'.encode())
+    else:
+        sha.update(repr(value).encode())
+    return sha.hexdigest() if top else None
+
+
+def snapshot(value):
+    """A copy in main memory that training can't change any more."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to('cpu', copy=True)
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    return [snapshot(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Saver:
+    """Writes checkpoints into `folder` from a thread of its own: training waits for the copy in memory only."""
+
+    def __init__(self, folder, keep_last=1, last_step=None):
+        self.folder, self.keep_last = Path(folder), keep_last
+        self.last_step = last_step  # of the ckpt.pt in place
+        self.pool, self.pending = ThreadPoolExecutor(1), None
+
+    def save(self, state, best=False):
+        """Hands a full state over as ckpt.pt, and its weights as best.pt; waits for the write before it only.
+
+        What goes wrong is told, not raised: the run goes on and tries again at the next save.
+        """
+        self.wait()
+        state = snapshot(state)
+        files = {'ckpt.pt': state} | ({'best.pt': {key: state[key] for key in WEIGHTS}} if best else {})
+        self.pending = self.pool.submit(lambda: all([self.write(name, content) for name, content in files.items()]))
+
+    def wait(self):
+        """Returns whether the last write succeeded (True if there was none)."""
+        return self.pending is None or self.pending.result()
+
+    def write(self, name, state):
+        path = self.folder / name
+        temporary = path.with_suffix('.tmp')
+        try:
+            if not all(t.isfinite().all() for t in state['model'].values()):
+                raise ValueError('the weights are not finite')
+            state['digest'] = digest(state)
+            with open(temporary, 'wb') as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            read(temporary)  # a disk that lies is found out while the old file is still there
+            if name == 'ckpt.pt':
+                self.retire(path)
+                self.last_step = state['step']
+            os.replace(temporary, path)
+            sync_folder(self.folder)
+            return True
+        except (OSError, RuntimeError, ValueError) as error:  # torch's writer turns disk errors into RuntimeError
+            warn(f'{path} was NOT saved: {str(error).splitlines()[0]}; the previous one is untouched; will try again at '
+                 f'the next save')
+            try:
+                temporary.unlink(missing_ok=True)
+            except OSError:
+                pass
+            return False
+
+    def retire(self, path):
+        """Keeps the ckpt.pt in place as ckpt-STEP.pt and forgets all but the newest keep_last of those."""
+        if path.exists() and self.last_step is not None and self.keep_last:
+            old = path.with_name(f'ckpt-{self.last_step:08d}.pt')
+            old.unlink(missing_ok=True)
+            try:
+                os.link(path, old)  # both names at once: no moment without a ckpt.pt
+            except OSError:
+                os.replace(path, old)  # a file system without links
+        for old in history(self.folder)[self.keep_last:]:
+            old.unlink()
+
+
+def clear(folder):
+    """Makes the folder and deletes the files of a run in it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*(folder / name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl')), *history(folder)):
+        path.unlink(missing_ok=True)
+
+
+def history(folder):
+    """The ckpt-STEP.pt files, newest first."""
+    return sorted((p for p in Path(folder).glob('ckpt-*.pt') if re.fullmatch(r'ckpt-\d{8,}\.pt', p.name)), reverse=True)
+
+
+def sync_folder(folder):
+    """Makes a rename last (where folders can be opened, which is not so on Windows)."""
+    if hasattr(os, 'O_DIRECTORY'):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read(path):
+    """The checked dict in a checkpoint file of ours or of nanoGPT; UserError for anything else. No code of it is run."""
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f'{path}: no such checkpoint; train one first or give the right --out_dir') from None
+    except Exception as error:  # a damaged or hostile file can fail anywhere in the unpickler
+        raise UserError(f'{path}: not a readable checkpoint ({str(error).strip().splitlines()[0]:.200})') from None
+    if isinstance(state, dict) and 'model_args' in state:
+        state = from_nanogpt(state)
+    elif not isinstance(state, dict) or state.get('version') != VERSION:
+        version = state.get('version') if isinstance(state, dict) else None
+        raise UserError(f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})')
+    elif state.pop('digest', None) != digest(state):
+        raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
+    weights = state.get('model')
+    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
+        raise UserError(f'{path}: holds no weights under `model`')
+    for config, required in (('gpt_config', True), ('train_config', False)):
+        if not isinstance(state.get(config, None if required else {}), dict):
+            raise UserError(f'{path}: holds no `{config}`')
+    return state
+
+
+def read_latest(folder):
+    """The newest readable full state of a run's folder, None if there is none at all."""
+    folder, failed = Path(folder), None
+    candidates = [p for p in (folder / 'ckpt.pt', *history(folder)) if p.exists()]
+    for path in candidates:
+        try:
+            state = read(path)
+        except UserError as error:
+            warn(f'{error}; falling back to the one before')
+            failed = error
+            continue
+        return state
+    if failed:
+        raise failed
+    return None
+
+
+def from_nanogpt(state):
+    """A nanoGPT checkpoint's dict in our terms: its weights, in update='gd'."""
+    arguments = state['model_args'] if isinstance(state['model_args'], dict) else {}
+    prefix = re.compile(r'^(_orig_mod\.|module\.)+')  # compile's and DDP's
+    weights = {prefix.sub('', name): w for name, w in state.get('model', {}).items()}
+    weights = {name: w for name, w in weights.items() if not name.endswith('.attn.bias')}  # its causal mask
+    return {'version': VERSION, 'model': weights, 'gpt_config': {'update': 'gd', **arguments}, 'step': state.get('iter_num', 0)}
+
+
+def build_model(state, where, **overrides):
+    """The GPT of a checkpoint's dict; `overrides` replace fields of its GPTConfig. UserError if weights and config differ."""
+    cfg = GPTConfig(**convert(GPTConfig, {**state['gpt_config'], **overrides}, where))
+    weights = state['model']
+    layers = len({name.split('.')[2] for name in weights if name.startswith('transformer.h.')})
+    if cfg.n_layer != layers:  # before anything is allocated for a config that a file made up
+        raise UserError(f'{where}: weights of {layers} layers, but n_layer={cfg.n_layer}')
+    with torch.device('meta'):
+        expected = GPT(dataclasses.replace(cfg)).state_dict()
+    wrong = [name for name in expected.keys() | weights.keys()
+             if name not in expected or name not in weights or expected[name].shape != weights[name].shape]
+    if wrong:
+        raise UserError(f'{where}: weights that do not fit its configuration: {", ".join(sorted(wrong)[:3])} ({len(wrong)} in all)')
+    model = GPT(cfg)
+    model.load_state_dict(weights)
+    return model

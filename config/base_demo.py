@@ -1,0 +1,16 @@
+# What the demo runs share: a small model on the source of Python's standard library by character, minutes on a CPU.
+dataset = 'pystdlib_char'
+
+n_layer = 4
+n_head = 4
+n_embd = 128
+block_size = 64
+
+batch_size = 16
+gradient_accumulation_steps = 1
+max_iters = 1000
+eval_interval = 200
+eval_iters = 20
+
+optimizer = 'muon'
+muon_lr = 0.02

@@ -1,0 +1,490 @@
+"""
+A GPT whose layer is one step of an optimizer on the token embeddings.
+
+Read it top to bottom: learned scalars -> update rules -> the table of schemes -> the two oracles (attention, MLP)
+-> Block -> GPTConfig -> GPT. Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H, V = vocab_size.
+
+Sources. YuriiFormer: momentum streams on token embeddings, Euler and Lie-Trotter splitting (its appendix fixes the
+scalars' parametrization). Momentum Streams, 2026: triple momentum. nGPT: arXiv 2410.01131.
+"""
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from configurator import UserError
+from loss import linear_cross_entropy
+
+# -----------------------------------------------------------------------------------------------------------------
+# learned scalars and vectors, norms
+
+
+class Scalar(nn.Module):
+    """One learned number kept inside its range; `init` is in natural units, `raw` is what the optimizer sees.
+
+    mu, beta = sigmoid(raw) in (0, 1); gamma, nu = softplus(raw) > 0.
+    """
+    INIT = {'mu': 0.5, 'beta': 0.5, 'gamma': math.log(2), 'nu': 1.0}  # raw 0, but for nu: ln(e - 1)
+
+    def __init__(self, name, init):
+        super().__init__()
+        self.fraction = name in ('mu', 'beta')
+        self.raw = nn.Parameter(torch.full((1,), math.log(init / (1 - init) if self.fraction else math.expm1(init))))
+
+    def forward(self):
+        return torch.sigmoid(self.raw) if self.fraction else F.softplus(self.raw)
+
+
+class Scale(nn.Module):
+    """A learned vector s = raw * (init / scale) with raw starting at `scale`, which sets its learning speed (nGPT, 2.5)."""
+
+    def __init__(self, size, init=1.0, scale=1.0):
+        super().__init__()
+        self.ratio = init / scale
+        self.raw = nn.Parameter(torch.full((size,), float(scale)))
+
+    def forward(self):
+        return self.raw * self.ratio
+
+
+def retract(x, dim=-1):
+    """Norm(x) = x / ||x||_2: back onto the unit sphere (nGPT, section 2.1)."""
+    return F.normalize(x, dim=dim)
+
+
+def pre_norm(cfg):
+    return nn.Identity() if cfg.normalized else nn.LayerNorm(cfg.n_embd, bias=cfg.bias)  # the sphere needs no other norm
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# update rules: one optimizer step on the stream x and its velocity v, given an oracle for the direction
+
+
+class UpdateRule(nn.Module):
+    """forward(x, v, oracle) -> (x, v); x, v: (B, T, C), v None for rules without velocity.
+
+    `oracle` maps a point (B, T, C) to a direction (B, T, C) and is called exactly once. A rule knows nothing of
+    attention, caches or splittings. Class attributes declare what it learns and needs.
+    """
+    scalars = ()  # names among mu, beta, gamma, nu
+    uses_velocity = False
+    normalized = False  # lives on the unit sphere with nGPT's normalized weights
+
+    def __init__(self, cfg):
+        super().__init__()
+        for name in self.scalars:
+            self.add_module(name, Scalar(name, getattr(cfg, f'{name}_init')))
+        if self.uses_velocity and not self.normalized:
+            self.norm_v = nn.LayerNorm(cfg.n_embd, bias=False)
+        if self.normalized:
+            self.alpha = Scale(cfg.n_embd, init=cfg.alpha_init, scale=cfg.n_embd ** -0.5)
+
+
+class GradientDescent(UpdateRule):
+    """X' = X + G(X): the residual connection."""
+
+    def forward(self, x, v, oracle):
+        return x + oracle(x), v
+
+
+class Nesterov(UpdateRule):
+    """Y = X + mu V;  V' = N(beta V + gamma G(Y));  X' = X + V' (YuriiFormer)."""
+    scalars = ('mu', 'beta', 'gamma')
+    uses_velocity = True
+
+    def forward(self, x, v, oracle):
+        y = x + self.mu() * v
+        v = self.norm_v(self.beta() * v + self.gamma() * oracle(y))
+        return x + v, v
+
+
+class Polyak(UpdateRule):
+    """V' = N(beta V + gamma G(X));  X' = X + V': heavy ball, Nesterov without the lookahead."""
+    scalars = ('beta', 'gamma')
+    uses_velocity = True
+
+    def forward(self, x, v, oracle):
+        v = self.norm_v(self.beta() * v + self.gamma() * oracle(x))
+        return x + v, v
+
+
+class TripleMomentum(UpdateRule):
+    """Y = X + mu V;  V' = N(beta V + gamma G(Y));  X' = X + nu V' (Momentum Streams)."""
+    scalars = ('mu', 'beta', 'gamma', 'nu')
+    uses_velocity = True
+
+    def forward(self, x, v, oracle):
+        y = x + self.mu() * v
+        v = self.norm_v(self.beta() * v + self.gamma() * oracle(y))
+        return x + self.nu() * v, v
+
+
+class Sphere(UpdateRule):
+    """h' = Norm(h + |alpha| (Norm(G(h)) - h)): nGPT, equations 10 and 11."""
+    normalized = True
+
+    def forward(self, x, v, oracle):
+        return retract(x + self.alpha().abs() * (retract(oracle(x)) - x)), v
+
+
+class SphereNesterov(UpdateRule):
+    """y = Norm(h + mu v);  v' = beta v + |alpha| (Norm(G(y)) - y);  h' = Norm(h + v'). Ours; mu = beta = 0 is nGPT."""
+    scalars = ('mu', 'beta')
+    uses_velocity = True
+    normalized = True
+
+    def forward(self, x, v, oracle):
+        y = retract(x + self.mu() * v)
+        v = self.beta() * v + self.alpha().abs() * (retract(oracle(y)) - y)
+        return retract(x + v), v
+
+
+SCHEMES = {  # update= : (rule, splitting)
+    'gd': (GradientDescent, 'lie_trotter'),
+    'euler_gd': (GradientDescent, 'euler'),
+    'lt_nag': (Nesterov, 'lie_trotter'),
+    'euler_nag': (Nesterov, 'euler'),
+    'polyak': (Polyak, 'lie_trotter'),
+    'euler_polyak': (Polyak, 'euler'),
+    'lt_tmm': (TripleMomentum, 'lie_trotter'),
+    'ngpt': (Sphere, 'lie_trotter'),
+    'ngpt_nag': (SphereNesterov, 'lie_trotter'),
+}
+
+# -----------------------------------------------------------------------------------------------------------------
+# the oracles' sublayers: attention and MLP
+
+
+class Linear(nn.Linear):
+    """nn.Linear that knows which axis of its weight (out, in) lies along the embedding: nGPT's unit-norm axis."""
+
+    def __init__(self, n_in, n_out, bias, embd_axis):
+        super().__init__(n_in, n_out, bias=bias)
+        self.embd_axis = embd_axis
+
+    def reset_parameters(self):
+        pass  # GPT.__init__ draws all weights
+
+
+class Embedding(nn.Embedding):
+    embd_axis = 1
+
+    def reset_parameters(self):
+        pass
+
+
+class KVCache:
+    """Keys and values of one layer's earlier tokens. Velocity runs along depth, this along time: no rule sees it."""
+
+    def __init__(self, capacity):
+        self.capacity, self.length, self.kv = capacity, 0, None
+
+    def append(self, k, v):
+        """k, v: (B, H, T, D) of the new tokens -> those of all tokens so far, (B, H, length, D)."""
+        if self.kv is None:
+            self.kv = k.new_empty(2, *k.shape[:2], self.capacity, k.shape[3])
+        start, self.length = self.length, self.length + k.size(2)
+        self.kv[0, :, :, start:self.length] = k
+        self.kv[1, :, :, start:self.length] = v
+        return self.kv[:, :, :, :self.length].unbind(0)
+
+
+def rotary_table(pos, dim, base, dtype):
+    """cos and sin of pos * base^(-2i / dim), each (T, dim / 2)."""
+    angle = pos[:, None].to(dtype) * base ** (-torch.arange(0, dim, 2, device=pos.device, dtype=dtype) / dim)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rotary):
+    """RoPE: turns each interleaved pair (x_2i, x_2i+1) of (B, H, T, D) by its angle (arXiv 2104.09864)."""
+    cos, sin = rotary
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.n_head, self.dropout = cfg.n_head, cfg.dropout
+        self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, cfg.bias, embd_axis=1)
+        self.c_proj = Linear(cfg.n_embd, cfg.n_embd, cfg.bias, embd_axis=0)
+        self.s_qk = Scale(cfg.n_embd, scale=cfg.n_embd ** -0.5) if cfg.normalized else None
+        d_head = cfg.n_embd // cfg.n_head
+        self.scale = d_head ** (0.5 if cfg.normalized else -0.5)  # unit q, k: their products have std 1/sqrt(D), not sqrt(D)
+
+    def forward(self, x, rotary=None, cache=None):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))  # (B, H, T, D)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.s_qk is not None:
+            s_qk = self.s_qk().view(self.n_head, 1, -1)
+            q, k = retract(q) * s_qk, retract(k) * s_qk
+        q, k = q.to(v.dtype), k.to(v.dtype)  # the float32 tables and scales above promote under autocast
+        mask, fresh = None, True
+        if cache is not None:
+            fresh = cache.length == 0
+            k, v = cache.append(k, v)
+            if not fresh and T > 1:  # a later chunk: is_causal would align its mask with the first key
+                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0,
+                                           is_causal=fresh and T > 1, scale=self.scale)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(y, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """GELU: W_o gelu(W x). SwiGLU: W_o (u * SiLU(v)) with u, v = W_u x, W_v x, stacked in c_fc, u's rows first."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.swiglu, self.dropout = cfg.mlp == 'swiglu', cfg.dropout
+        n_fc = (8 if self.swiglu else 4) * cfg.n_embd
+        self.c_fc = Linear(cfg.n_embd, n_fc, cfg.bias, embd_axis=1)
+        self.c_proj = Linear(4 * cfg.n_embd, cfg.n_embd, cfg.bias, embd_axis=0)
+        self.s_uv = Scale(n_fc) if cfg.normalized else None
+
+    def forward(self, x):
+        h = self.c_fc(x)
+        if self.s_uv is not None:
+            h = h * (self.s_uv() * x.size(-1) ** 0.5)  # sqrt(d): unit rows give v a std of 1/sqrt(d), too small for SiLU
+        if self.swiglu:
+            u, v = h.chunk(2, dim=-1)
+            h = u * F.silu(v)
+        else:
+            h = F.gelu(h)
+        return F.dropout(self.c_proj(h), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One layer: the composite objective (attention's energy + MLP's energy) split into substeps of one rule."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.ln_1, self.attn = pre_norm(cfg), CausalSelfAttention(cfg)
+        self.ln_2, self.mlp = pre_norm(cfg), MLP(cfg)
+        rule, self.splitting = SCHEMES[cfg.update]
+        if self.splitting == 'lie_trotter':
+            self.update_attn, self.update_mlp = rule(cfg), rule(cfg)
+        else:
+            self.update = rule(cfg)
+
+    def forward(self, x, v, rotary=None, cache=None):
+        def A(y): return self.attn(self.ln_1(y), rotary, cache)
+        def M(y): return self.mlp(self.ln_2(y))
+        if self.splitting == 'lie_trotter':
+            x, v = self.update_attn(x, v, A)
+            return self.update_mlp(x, v, M)
+        return self.update(x, v, lambda y: A(y) + M(y))
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# configuration and model
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The architecture. None stands for the scheme's own default (its paper's choice), filled in at construction.
+
+    Raises UserError for values out of range, contradictions, and options that the scheme has no use for.
+    """
+    update: str = 'lt_nag'  # update rule x splitting, one of SCHEMES
+    n_layer: int = 12  # layers
+    n_head: int = 12  # attention heads
+    n_embd: int = 768  # width of the embeddings
+    vocab_size: int = 50304  # rows of the token table: GPT-2's 50,257 padded to a multiple of 64 for speed
+    vocab_used: int | None = None  # ids from here on are padding and never sampled; default vocab_size
+    block_size: int = 1024  # context length, tokens
+    dropout: float = 0.0  # on embeddings, attention weights and sublayer outputs
+    bias: bool = False  # biases in the linear layers and LayerNorms
+    velocity_init: Literal['learned', 'zero'] | None = None  # V_0: tables of its own (default; ngpt_nag: zero) or zeros
+    pos: Literal['learned', 'rope'] | None = None  # position table (default) or rotary embedding (ngpt's)
+    mlp: Literal['gelu', 'swiglu'] | None = None  # gelu (default) or swiglu (ngpt's)
+    tie_weights: bool | None = None  # share the token table with the head (default; never for ngpt)
+    rope_base: float | None = None  # base of the rotary frequencies; default 10000
+    mu_init: float | None = None  # lookahead at the start, in (0, 1); default 0.5
+    beta_init: float | None = None  # momentum at the start, in (0, 1); default 0.5
+    gamma_init: float | None = None  # step size at the start; default ln 2
+    nu_init: float | None = None  # velocity coefficient of lt_tmm at the start; default 1
+    alpha_init: float | None = None  # eigen learning rates of ngpt at the start; default 0.05
+
+    def __post_init__(self):
+        for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size'):
+            if getattr(self, name) < 1:
+                raise UserError(f'{name}={getattr(self, name)}: must be at least 1')
+        if self.update not in SCHEMES:
+            raise UserError(f'update={self.update!r} is no scheme; choose one of: {", ".join(SCHEMES)}')
+        rule, _ = SCHEMES[self.update]
+        if rule.normalized:
+            options = {'velocity_init': ('zero',), 'pos': ('rope',), 'mlp': ('swiglu',), 'tie_weights': (False,),
+                       'bias': (False,), 'dropout': (0.0,)}
+        else:
+            options = {'velocity_init': ('learned', 'zero'), 'pos': ('learned', 'rope'), 'mlp': ('gelu', 'swiglu'),
+                       'tie_weights': (True, False)}
+        if not rule.uses_velocity:
+            options['velocity_init'] = (None,)
+        for name, allowed in options.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, allowed[0])
+            elif getattr(self, name) not in allowed:
+                raise UserError(f'{name}={getattr(self, name)}: update={self.update} takes {" or ".join(map(str, allowed))}')
+
+        starts = {name: Scalar.INIT[name] for name in rule.scalars} | ({'alpha': 0.05} if rule.normalized else {})
+        numbers = {f'{name}_init': starts.get(name) for name in (*Scalar.INIT, 'alpha')}
+        numbers['rope_base'] = 1e4 if self.pos == 'rope' else None
+        for name, default in numbers.items():
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, default)
+            elif default is None:
+                raise UserError(f'{name}={value} has no effect with update={self.update}, pos={self.pos}; leave it out')
+            elif not 0 < value < (1 if name in ('mu_init', 'beta_init') else math.inf):
+                raise UserError(f'{name}={value}: must be positive' + ' and below 1' * (name in ('mu_init', 'beta_init')))
+
+        if not 0 <= self.dropout < 1:
+            raise UserError(f'dropout={self.dropout}: must be in [0, 1)')
+        if self.n_embd % self.n_head:
+            raise UserError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}; '
+                            f'the nearest width that is: {max(1, round(self.n_embd / self.n_head)) * self.n_head}')
+        if self.pos == 'rope' and self.n_embd // self.n_head % 2:
+            raise UserError(f'pos=rope rotates pairs, but n_embd={self.n_embd} over n_head={self.n_head} gives heads of odd '
+                            f'size {self.n_embd // self.n_head}; change either')
+        if self.vocab_used is None:
+            object.__setattr__(self, 'vocab_used', self.vocab_size)
+        if not 1 <= self.vocab_used <= self.vocab_size:
+            raise UserError(f'vocab_used={self.vocab_used}: must be from 1 to vocab_size={self.vocab_size}')
+
+    @property
+    def normalized(self):
+        return SCHEMES[self.update][0].normalized
+
+
+class GPT(nn.Module):
+    """The transformer: embed -> blocks -> norm -> head. State-dict names are nanoGPT's, plus the schemes' own."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        def table(rows): return Embedding(rows, cfg.n_embd)
+        parts = {'wte': table(cfg.vocab_size)} | ({'wpe': table(cfg.block_size)} if cfg.pos == 'learned' else {})
+        parts |= {'h': nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer)), 'ln_f': pre_norm(cfg)}
+        if cfg.velocity_init == 'learned':  # last: a seed then draws the same weights above for every scheme
+            parts |= {'v' + name[1:]: table(parts[name].num_embeddings) for name in ('wte', 'wpe') if name in parts}
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False, embd_axis=1)
+        if cfg.tie_weights:
+            self.lm_head.weight = self.transformer.wte.weight
+        self.s_z = Scale(cfg.vocab_size, scale=cfg.n_embd ** -0.5) if cfg.normalized else None
+        for name, module in self.named_modules():
+            if isinstance(module, (Linear, Embedding)):
+                std = cfg.n_embd ** -0.5 if cfg.normalized else 0.02
+                if name.endswith('c_proj') and not cfg.normalized:
+                    std /= math.sqrt(2 * cfg.n_layer)  # so that 2 n_layer residual contributions add up to 0.02 (GPT-2)
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, 'bias', None) is not None:
+                    nn.init.zeros_(module.bias)
+        self.normalize_weights()
+
+    @torch.no_grad()
+    def normalize_weights(self):
+        """Puts every matrix back on the unit sphere along its embedding axis; must follow each optimizer step of nGPT.
+
+        optim.configure_optimizer hooks it to the step. A no-op for the other schemes.
+        """
+        if self.cfg.normalized:
+            for module in self.modules():
+                if hasattr(module, 'embd_axis'):
+                    module.weight.copy_(retract(module.weight, dim=module.embd_axis))
+
+    def num_params(self):
+        """Trainable parameters, a tied table counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, idx, targets=None, cache=None, return_logits=False):
+        """idx, targets: (B, T) int64 -> (logits, loss).
+
+        With targets (-1: ignored), loss is the mean cross-entropy in nats and logits are None; without, loss is None and
+        logits are the last position's, (B, 1, V). return_logits=True gives those of all positions, (B, T, V), either way.
+        `cache` (of new_cache) holds the tokens before idx and takes in idx. Raises ValueError beyond block_size.
+        """
+        start, T, table = cache[0].length if cache else 0, idx.size(1), self.transformer
+        if start + T > self.cfg.block_size:
+            raise ValueError(f'{start + T} tokens do not fit block_size={self.cfg.block_size}')
+        pos, rotary, v = torch.arange(start, start + T, device=idx.device), None, None
+        x = table.wte(idx)
+        if self.cfg.pos == 'learned':
+            x = x + table.wpe(pos)
+        else:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            rotary = rotary_table(pos, self.cfg.n_embd // self.cfg.n_head, self.cfg.rope_base, dtype)
+        if self.cfg.velocity_init == 'learned':
+            v = table.vte(idx) + table.vpe(pos) if 'vpe' in table else table.vte(idx)
+            v = F.dropout(v, self.cfg.dropout, self.training)
+        elif self.cfg.velocity_init == 'zero':
+            v = torch.zeros_like(x)
+        x = F.dropout(x, self.cfg.dropout, self.training)
+        for i, block in enumerate(table.h):
+            x, v = block(x, v, rotary, cache[i] if cache else None)
+        x = table.ln_f(x)
+        logits = loss = None
+        if targets is not None:
+            w = self.lm_head.weight if self.s_z is None else self.lm_head.weight * self.s_z()[:, None]
+            loss = linear_cross_entropy(x.flatten(0, 1), w, targets.flatten())
+        if targets is None or return_logits:
+            logits = self.lm_head(x if return_logits else x[:, -1:])
+            logits = logits if self.s_z is None else logits * self.s_z()
+        return logits, loss
+
+    def new_cache(self):
+        """An empty KV cache for generation: one per layer, each of block_size tokens."""
+        return [KVCache(self.cfg.block_size) for _ in range(self.cfg.n_layer)]
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
+        """Continues each of the prompts idx (B, T) by max_new_tokens -> (B, T + max_new_tokens).
+
+        temperature 0 is greedy; top_k keeps that many likeliest tokens. Each token is conditioned on the last block_size
+        tokens, with or without the cache. Raises UserError for a bad temperature, top_k or an empty prompt.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0 or idx.size(1) == 0:
+            raise UserError(f'temperature={temperature} and max_new_tokens={max_new_tokens} must not be negative, '
+                            f'top_k={top_k} at least 1, the prompt ({idx.size(1)} tokens) not empty')
+        training, cache = self.training, self.new_cache()
+        self.eval()
+        for _ in range(max_new_tokens):
+            if use_cache and idx.size(1) <= self.cfg.block_size:
+                logits, _ = self(idx[:, cache[0].length:], cache=cache)
+            else:  # past block_size the window slides: every position changes, so nothing cached stays valid
+                logits, _ = self(idx[:, -self.cfg.block_size:])
+            logits = logits[:, -1, :self.cfg.vocab_used].float()
+            if not logits.isfinite().all():
+                raise ValueError(f'the model gave non-finite logits after {idx.size(1)} tokens: its weights are damaged')
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k is not None and top_k < logits.size(-1):
+                    logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
+                token = torch.multinomial(logits.softmax(-1), 1)
+            idx = torch.cat((idx, token), dim=1)
+        self.train(training)
+        return idx
+
+    @classmethod
+    def from_pretrained(cls, name, **overrides):
+        """OpenAI's GPT-2 weights in update='gd': name is gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder.
+
+        Needs the package transformers. overrides: GPTConfig fields, such as dropout.
+        """
+        from transformers import GPT2LMHeadModel
+        source = GPT2LMHeadModel.from_pretrained(name)
+        hf = source.config
+        model = cls(GPTConfig(**dict(update='gd', n_layer=hf.n_layer, n_head=hf.n_head, n_embd=hf.n_embd, bias=True,
+                                     vocab_size=hf.vocab_size, block_size=hf.n_positions) | overrides))
+        weights = {name: w.t() if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')) else w  # its Conv1D
+                   for name, w in source.state_dict().items() if name in model.state_dict()}
+        model.load_state_dict(weights)
+        return model

@@ -1,0 +1,167 @@
+"""Device, precision, processes and printing: the preamble that train, sample and bench share."""
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from configurator import ROOT, UserError
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+PEAK_FLOPS = {  # dense bfloat16 operations per second by device name (the makers' data sheets)
+    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12,
+    'A10G': 70e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    device: torch.device
+    dtype: torch.dtype  # of the matmuls; parameters stay float32
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    @property
+    def distributed(self):
+        return dist.is_initialized()
+
+    def autocast(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def print(self, *args):
+        """Rank 0's voice."""
+        if self.is_main:
+            print(*args, flush=True)
+
+    def synchronize(self):
+        if self.device.type in ('cuda', 'mps'):
+            getattr(torch, self.device.type).synchronize()
+
+    def sum(self, values):
+        """The sums over ranks of a list of numbers or 0-dim tensors, as floats: one synchronization."""
+        total = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=self.device) for v in values])
+        if self.distributed:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def mean(self, value):
+        return self.sum([value])[0] / self.world_size
+
+    def any(self, flag):
+        """Whether any rank says so; all learn it, so that they act together."""
+        return self.sum([flag])[0] > 0 if self.distributed else flag
+
+    def gather(self, value):
+        """Every rank's value, in a list by rank."""
+        values = [value] * self.world_size
+        if self.distributed:
+            dist.all_gather_object(values, value)
+        return values
+
+    def device_name(self):
+        if self.device.type == 'cuda':
+            return torch.cuda.get_device_name(self.device)
+        return torch.cpu.get_capabilities().get('cpu_name') or platform.processor() or self.device.type
+
+    def peak_flops(self):
+        """bfloat16 operations per second of one such device, None if unknown."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
+        return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def start(device='auto', dtype='auto', backend='auto', seed=0):
+    """Picks the device, then the dtype it is good at; joins the process group under torchrun; seeds torch's generators.
+
+    Raises UserError for a device or dtype that this machine lacks.
+    """
+    env = os.environ
+    rank, world_size, local_rank = (int(env.get(key, default)) for key, default in
+                                    (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    try:
+        device = torch.device(device)
+        if device.type == 'cuda' and 'RANK' in env:
+            device = torch.device('cuda', local_rank)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f'device={device}: not usable here ({str(error).splitlines()[0]}); try --device=cpu') from None
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if dtype == 'auto':
+        dtype = 'bfloat16' if has_bfloat16(device) else 'float32'
+    if dtype == 'float16' and device.type == 'cpu':
+        raise UserError('dtype=float16: no gain on a CPU and easily out of range; use bfloat16 or float32')
+    if 'RANK' in env and not dist.is_initialized():
+        backend = ('nccl' if device.type == 'cuda' else 'gloo') if backend == 'auto' else backend
+        if backend == 'nccl' and device.type != 'cuda':
+            raise UserError(f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo')
+        dist.init_process_group(backend, device_id=device if backend == 'nccl' else None)
+    torch.manual_seed(seed + rank)  # weights are rank 0's (DDP broadcasts them); dropout differs by rank
+    return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def has_bfloat16(device):
+    """Whether bfloat16 matmuls run on hardware, not emulated."""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == 'cpu':
+        features = torch.cpu.get_capabilities()
+        return any(features.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
+    return False
+
+
+def compile_model(model, mode, runtime):
+    """Compiles `model` in place if `mode` ('auto', 'True', 'False') and this machine allow; warns once where they do not.
+
+    auto: on CUDA only. A small function is compiled first, to find out whether a working compiler is there.
+    """
+    if mode == 'False' or (mode == 'auto' and runtime.device.type != 'cuda'):
+        return False
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=runtime.device))
+    except Exception as error:  # a missing C++ compiler, Triton or Python headers: each fails in its own way
+        runtime.print(f'warning: compile={mode}: no working compiler here, going on without ({str(error).strip().splitlines()[0]})')
+        return False
+    model.compile()
+    return True
+
+
+def code_version():
+    """The commit of this code, '+' after it if files differ from it; None outside a repository."""
+    def git(*args):
+        return subprocess.run(['git', '-C', ROOT, *args], capture_output=True, text=True).stdout.strip()
+    try:
+        return (git('rev-parse', '--short=12', 'HEAD') + '+' * bool(git('status', '--porcelain', '-uno'))) or None
+    except OSError:
+        return None
+
+
+def rng_state(device):
+    """The state of the generators that dropout on `device` draws from, a list of tensors."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == 'cuda' else [])
+
+
+def set_rng_state(device, states):
+    torch.set_rng_state(states[0])
+    if device.type == 'cuda' and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def stop():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def warn(message):
+    print(f'warning: {message}', file=sys.stderr, flush=True)

@@ -1,0 +1,429 @@
+"""
+Trains one update scheme on a prepared data set.
+
+    python train.py config/demo_lt_nag.py                                    one process: GPU, Mac or CPU
+    torchrun --standalone --nproc_per_node=8 train.py config/owt_lt_nag.py   eight GPUs of one machine
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py ...   several machines
+
+Every option can be given as --key=value; config files and options apply from left to right.
+"""
+if __name__ == '__main__':
+    from configurator import show_help
+    show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')  # before torch is imported: instant
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import checkpoint
+import runtime
+from configurator import UserError, build, convert, parse, run
+from dataloader import Split, TrainLoader, eval_windows
+from dataset import find_data, read_meta
+from model import GPT, GPTConfig
+from optim import configure_optimizer, describe, lr_multiplier
+
+PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's mistake
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run. None stands for a default that depends on the rest; `resolve` fills it in."""
+    out_dir: str = 'out'  # the run's folder: checkpoints and metrics.jsonl
+    dataset: str = 'openwebtext'  # a folder under data/, or a path to any prepared folder
+    init_from: str = 'scratch'  # scratch, resume, auto (resume if there is something), gpt2[-medium|-large|-xl], or a checkpoint file
+    overwrite: bool = False  # scratch: delete the run that out_dir holds
+    seed: int = 1337  # of the weights, the data order and dropout
+    # batch: batch_size x gradient_accumulation_steps sequences an update, whatever the number of processes
+    batch_size: int = 12  # sequences in a micro-batch
+    gradient_accumulation_steps: int = 40  # micro-batches in an update, all processes together
+    max_iters: int = 30000  # updates; 0 only evaluates and saves
+    # optimizer
+    optimizer: Literal['adamw', 'muon'] = 'muon'  # muon: for the matrices inside the layers, AdamW for the rest
+    learning_rate: float = 6e-4  # AdamW's peak rate
+    weight_decay: float | None = None  # AdamW's, on matrices and embeddings; default 0.1, for ngpt 0
+    beta1: float = 0.9  # AdamW's
+    beta2: float = 0.95  # AdamW's
+    grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
+    muon_lr: float | None = None  # Muon's peak rate, scaled per matrix by sqrt(max(1, rows / columns)); default 0.004
+    muon_momentum: float | None = None  # with Nesterov; default 0.95
+    muon_weight_decay: float | None = None  # default 0
+    muon_qkv: Literal['fused', 'split'] | None = None  # orthogonalize c_attn whole (default, the papers' code) or q, k, v each
+    scalar_lr_mult: float = 5.0  # the rate of mu, beta, gamma, nu over learning_rate
+    # schedule, of every group
+    schedule: Literal['cosine', 'wsd'] = 'cosine'  # cosine, or warmup-stable-decay
+    decay_lr: bool = True  # False: constant after warmup
+    warmup_iters: int | None = None  # default max_iters / 10, for ngpt 0
+    lr_decay_iters: int | None = None  # update at which min_lr is reached; default max_iters
+    min_lr: float | None = None  # default learning_rate / 10, for ngpt 0
+    wsd_decay: float | None = None  # wsd: the share of lr_decay_iters that the decay takes; default 0.2
+    # evaluation, logging, checkpoints
+    eval_interval: int = 1000  # updates between evaluations; 0: only at the end
+    eval_iters: int = 200  # batches of each split in an evaluation, always the same windows
+    full_eval: bool = False  # evaluate on every window of val
+    eval_only: bool = False  # one evaluation, nothing written
+    log_interval: int = 10  # updates between training records; 0: none
+    always_save_checkpoint: bool = True  # at every evaluation, not only after an improvement
+    save_interval: int = 0  # updates between further checkpoints; 0: none
+    keep_last: int = 1  # older checkpoints kept beside ckpt.pt
+    max_skipped: int = 10  # updates in a row with a non-finite gradient before the run gives up
+    wandb_log: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works)
+    wandb_project: str = 'nanonag'
+    wandb_run_name: str = ''  # default: the name of out_dir
+    # system
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
+    device: str = 'auto'  # cuda, cuda:1, mps, cpu
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
+    compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
+
+    def __post_init__(self):
+        least = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'max_iters': 0, 'eval_interval': 0, 'eval_iters': 1, 'seed': 0,
+                 'log_interval': 0, 'save_interval': 0, 'keep_last': 0, 'max_skipped': 1, 'warmup_iters': 0, 'lr_decay_iters': 1,
+                 'weight_decay': 0, 'muon_weight_decay': 0, 'grad_clip': 0, 'min_lr': 0}
+        below = {'learning_rate': math.inf, 'muon_lr': math.inf, 'scalar_lr_mult': math.inf, 'muon_momentum': 1, 'beta1': 1,
+                 'beta2': 1, 'wsd_decay': 1}
+        for name in (*least, *below):
+            value = getattr(self, name)
+            if value is not None and name in least and not least[name] <= value < math.inf:
+                raise UserError(f'{name}={value}: must be at least {least[name]}')
+            if value is not None and name in below and not 0 < value < below[name]:
+                raise UserError(f'{name}={value}: must be above 0 and below {below[name]}')
+        if self.min_lr is not None and self.min_lr > self.learning_rate:
+            raise UserError(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
+
+    def resolve(self, normalized):
+        """The same with every None filled in, for a scheme on the sphere or not; UserError for options without effect."""
+        muon, decay = self.optimizer == 'muon', self.decay_lr
+        defaults = {  # name: (has an effect, default)
+            'weight_decay': (True, 0.0 if normalized else 0.1), 'warmup_iters': (True, 0 if normalized else self.max_iters // 10),
+            'muon_lr': (muon, 0.004), 'muon_momentum': (muon, 0.95), 'muon_weight_decay': (muon, 0.0), 'muon_qkv': (muon, 'fused'),
+            'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else self.learning_rate / 10),
+            'wsd_decay': (decay and self.schedule == 'wsd', 0.2)}
+        for name, (has_effect, _) in defaults.items():
+            if getattr(self, name) is not None and not has_effect:
+                raise UserError(f'{name}={getattr(self, name)} has no effect with optimizer={self.optimizer}, decay_lr={decay}, '
+                                f'schedule={self.schedule}; leave it out or undo it with --{name}=None')
+        return replace(self, **{name: default for name, (has_effect, default) in defaults.items()
+                                if has_effect and getattr(self, name) is None})
+
+    @property
+    def sequences(self):
+        """Sequences in an update."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# where a run starts from
+
+
+def starting_state(cfg):
+    """The checkpoint's dict that `init_from` asks for, None for a fresh model. UserError if there is none, or if a fresh
+    start would run over another run."""
+    folder = Path(cfg.out_dir)
+    if cfg.init_from in ('resume', 'auto'):
+        state = checkpoint.read_latest(folder)
+        if state is None and cfg.init_from == 'resume':
+            raise UserError(f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch')
+        if state is not None:
+            return state
+    held = [name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl') if (folder / name).exists()]
+    if held and not (cfg.overwrite or cfg.eval_only):
+        raise UserError(f'out_dir={folder} holds a run already ({", ".join(held)}); continue it with --init_from=resume, choose '
+                        f'another --out_dir, or delete it with --overwrite=True')
+    if cfg.init_from in ('scratch', 'auto', *PRETRAINED):
+        return None
+    if not os.path.isfile(cfg.init_from):
+        raise UserError(f'init_from={cfg.init_from}: neither a checkpoint file nor one of scratch, resume, auto, '
+                        f'{", ".join(PRETRAINED)}')
+    return checkpoint.read(cfg.init_from)
+
+
+def continued(cfg, given, state):
+    """`cfg` with the checkpoint's own options for those not given; UserError if the data order or the optimizer would change."""
+    saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
+    folder, cfg = cfg.out_dir, replace(saved, **{key: value for key, value in given.items() if hasattr(saved, key)})
+    for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
+        before, now = getattr(saved, name), getattr(cfg, name)
+        if before != now:
+            hint = ' (batch_size x gradient_accumulation_steps)' if name == 'sequences' else ''
+            raise UserError(f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '
+                            f'start another run with another --out_dir')
+    return cfg
+
+
+def starting_model(given, cfg, state, meta, resumed):
+    """The GPT to train, on the CPU; UserError if the options given or the vocabulary contradict its weights."""
+    gpt, vocab = {key: given[key] for key in GPTConfig.__dataclass_fields__ if key in given}, meta['vocab_size']
+    changeable = {} if resumed else {'vocab_used': vocab, **{key: gpt[key] for key in gpt if key == 'dropout'}}
+    if state is not None:
+        if state.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
+            raise UserError(f'dataset={cfg.dataset} was made with another tokenizer than the checkpoint\'s data; prepare the text '
+                            f'with that one, or choose another --dataset')
+        model = checkpoint.build_model(state, cfg.out_dir if resumed else cfg.init_from, **changeable)
+    elif cfg.init_from in PRETRAINED:
+        model = GPT.from_pretrained(cfg.init_from, **changeable)
+    else:
+        padded = vocab if vocab < 1024 else -(-vocab // 64) * 64  # whole tiles for the head's matmul
+        gpt = {'vocab_size': padded, **gpt}
+        if gpt['vocab_size'] < vocab:
+            raise UserError(f'vocab_size={gpt["vocab_size"]}, but dataset={cfg.dataset} has {vocab} token ids; leave it out to get '
+                            f'{padded}')
+        model = GPT(GPTConfig(**{'vocab_used': vocab, **gpt}))
+    for key, value in gpt.items():
+        if value is not None and value != getattr(model.cfg, key):
+            raise UserError(f'{key}={value}, but the weights of init_from={cfg.init_from} have {getattr(model.cfg, key)}; leave it '
+                            f'out, or train from scratch')
+    if model.cfg.vocab_size < vocab:
+        raise UserError(f'dataset={cfg.dataset} has {vocab} token ids, the weights of init_from={cfg.init_from} only '
+                        f'{model.cfg.vocab_size}; choose another --dataset')
+    return model
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# evaluation and records
+
+
+@torch.no_grad()
+def evaluate(model, split, count, batch_size, rt):
+    """Mean loss (nats per token) over `count` fixed windows of a split; every world_size-th batch is this rank's."""
+    windows = eval_windows(split.n_windows, count)
+    batches = [windows[i:i + batch_size] for i in range(0, len(windows), batch_size)]
+    total = weight = 0.0
+    model.eval()
+    for i in range(rt.rank, -(-len(batches) // rt.world_size) * rt.world_size, rt.world_size):
+        x, y = split.batch(batches[min(i, len(batches) - 1)])  # ranks left over repeat the last batch, unweighted
+        with rt.autocast():
+            _, loss = model(x.to(rt.device), y.to(rt.device))
+        sequences = len(x) if i < len(batches) else 0
+        total, weight = total + loss * sequences, weight + sequences
+    model.train()
+    total, weight = rt.sum([total, weight])
+    return total / weight
+
+
+class Metrics:
+    """metrics.jsonl, one JSON object a line, and wandb if asked for. On resume, records past the checkpoint are dropped."""
+
+    def __init__(self, cfg, facts, step, wandb_id=None):
+        self.path, self.wandb_id = Path(cfg.out_dir) / 'metrics.jsonl', wandb_id
+        kept = []
+        if step and self.path.exists():
+            lines = self.path.read_text(encoding='utf-8').splitlines()
+            kept = [line for line in lines if line.endswith('}') and json.loads(line).get('step', 0) <= step]
+        temporary = self.path.with_suffix('.tmp')
+        temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+        os.replace(temporary, self.path)
+        self.file = open(self.path, 'a', encoding='utf-8')
+        self.wandb = None
+        if cfg.wandb_log:
+            import wandb
+            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or Path(cfg.out_dir).name,
+                                    config=facts, dir=cfg.out_dir, id=wandb_id, resume='allow')
+            self.wandb_id = self.wandb.id
+        self.write({'step': step, **facts})
+
+    def write(self, record):
+        self.file.write(json.dumps(record) + '\n')
+        self.file.flush()
+        if self.wandb and 'config' not in record:
+            self.wandb.log(record, step=record['step'])
+
+
+class Signals:
+    """The first SIGTERM, SIGINT or SIGUSR1 asks the loop to stop after its step; a second SIGINT stops at once."""
+
+    def __init__(self):
+        self.caught = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.catch)
+
+    def catch(self, number, frame):
+        if self.caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = signal.Signals(number).name
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def main(argv):
+    # options, data, model: everything a user can get wrong, before anything is written
+    given = parse(argv, GPTConfig, TrainConfig)
+    options = build(TrainConfig, given)
+    state = starting_state(options)
+    resumed = state is not None and options.init_from in ('resume', 'auto')
+    if resumed:
+        options = continued(options, given, state)
+    elif state is None and options.init_from not in PRETRAINED:
+        build(GPTConfig, given)  # its contradictions come before the data's
+    world_size, accum_steps = int(os.environ.get('WORLD_SIZE', 1)), options.gradient_accumulation_steps
+    if accum_steps % world_size:
+        raise UserError(f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
+                        f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}')
+    folder = find_data(options.dataset)
+    meta = read_meta(folder)
+    if resumed and state['data'] != meta['sha256']:
+        raise UserError(f'dataset={options.dataset}: not the data of the run in {options.out_dir} (sha256 of train.bin '
+                        f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
+                        f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
+    torch.manual_seed(options.seed)
+    model = starting_model(given, options, state, meta, resumed)
+    cfg = options.resolve(model.cfg.normalized)
+    train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
+
+    # device and processes
+    rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
+    torch.manual_seed(cfg.seed + rt.rank)  # dropout: each rank its own; the weights are drawn already, the same on all
+    model.to(rt.device)
+    compiled = runtime.compile_model(model, cfg.compile, rt)
+    local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
+    for name, one in (('model', model.cfg), ('run', cfg)):
+        rt.print(f'{name}:', ' '.join(f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')))
+    rt.print(f'{model.num_params():,} parameters; {rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled\n'
+             f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
+             f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
+             f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
+             f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens')
+
+    def losses():
+        count = cfg.eval_iters * cfg.batch_size
+        return {'train_loss': evaluate(model, train_split, count, cfg.batch_size, rt),
+                'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, cfg.batch_size, rt)}
+
+    if cfg.eval_only:
+        rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses()))
+        return runtime.stop()
+
+    # optimizer and, on resume, the state of everything
+    optimizer = configure_optimizer(model, cfg)
+    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+    rt.print(describe(optimizer))
+    step, best_val_loss, skipped, wandb_id, rng = 0, math.inf, 0, None, None
+    if resumed:
+        step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
+        optimizer.load_state_dict(state['optimizer'])
+        scaler.load_state_dict(state['scaler'])
+        rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
+            f'{key}: {state["train_config"][key]} -> {value}' for key, value in asdict(options).items()
+            if key != 'init_from' and value != state['train_config'].get(key, value)]))
+    first_step, state = step, None  # the checkpoint's tensors are copied by now
+    metrics = saver = None
+    if rt.is_main:
+        if not resumed:
+            checkpoint.clear(cfg.out_dir)
+        facts = {'config': asdict(model.cfg) | asdict(cfg), 'params': model.num_params(), 'world_size': rt.world_size,
+                 'device': rt.device_name(), 'dtype': str(rt.dtype)[6:], 'compiled': compiled, 'torch': torch.__version__,
+                 'commit': runtime.code_version(), 'command': ' '.join(sys.argv)}
+        metrics = Metrics(cfg, facts, step, wandb_id)
+        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, last_step=step if resumed else None)
+
+    def save(best):
+        rng = rt.gather(runtime.rng_state(rt.device))
+        if rt.is_main:
+            saver.save({'version': checkpoint.VERSION, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step,
+                        'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer.state_dict(),
+                        'scaler': scaler.state_dict(), 'train_config': asdict(options), 'skipped': skipped, 'rng': rng,
+                        'data': meta['sha256'], 'wandb_id': metrics.wandb_id}, best)
+
+    ddp = model if not rt.distributed else DistributedDataParallel(
+        model, device_ids=[rt.device] if rt.device.type == 'cuda' else None, gradient_as_bucket_view=True)
+    batches = iter(TrainLoader(train_split, cfg.batch_size, accum_steps, cfg.seed, step, rt.rank, rt.world_size, rt.device))
+    signals, seconds = Signals(), 0.0
+    bar = tqdm(total=cfg.max_iters, initial=step, desc=model.cfg.update, unit='step', disable=None if rt.is_main else True)
+    if rng and len(rng) == rt.world_size:
+        runtime.set_rng_state(rt.device, rng[rt.rank])  # last, so that nothing draws in between
+    elif rng and model.cfg.dropout:
+        rt.print(f'note: a checkpoint of {len(rng)} processes goes on with {rt.world_size}: same data, other dropout masks')
+
+    while True:
+        # now and then: evaluate and save
+        stopping = rt.any(signals.caught is not None)
+        finished = step >= cfg.max_iters
+        if step > first_step or not resumed:  # a checkpoint of this step was made after its evaluation
+            improved, evaluated = False, finished or every(cfg.eval_interval, step)
+            if evaluated:
+                record = {'step': step, 'tokens': step * tokens_per_step, **losses()}
+                improved, best_val_loss = record['val_loss'] < best_val_loss, min(best_val_loss, record['val_loss'])
+                rt.print(f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}')
+                if rt.is_main:
+                    metrics.write(record | {'best_val_loss': best_val_loss, 'val_perplexity': math.exp(min(record['val_loss'], 700))})
+            if (finished or stopping or every(cfg.save_interval, step)
+                    or step and evaluated and (improved or cfg.always_save_checkpoint)):
+                save(improved)
+        if finished or stopping:
+            break
+
+        # one update
+        started = time.perf_counter()
+        optimizer.set_lr(lr_multiplier(step, cfg))
+        loss = torch.zeros((), device=rt.device)
+        for micro_step in range(local_accum_steps):
+            x, y = next(batches)
+            sync = micro_step == local_accum_steps - 1 or not rt.distributed
+            with contextlib.nullcontext() if sync else ddp.no_sync():  # gradients cross the network once an update
+                with rt.autocast():
+                    _, micro_loss = ddp(x, y)
+                scaler.scale(micro_loss / local_accum_steps).backward()  # DDP averages over the ranks
+            loss += micro_loss.detach() / local_accum_steps
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()  # waits for the GPU
+        if math.isfinite(grad_norm):
+            optimizer.step()
+            skipped = 0
+        else:
+            skipped += 1
+            rt.print(f'warning: step {step:,}: gradient norm {grad_norm}; update skipped ({skipped} in a row)')
+        scaler.update()
+        model.zero_grad(set_to_none=True)
+        step += 1
+        seconds += time.perf_counter() - started
+
+        # tell
+        if skipped >= cfg.max_skipped and not scaler.is_enabled():
+            raise SystemExit(f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint is '
+                             f'untouched; try a lower learning_rate')
+        bar.update()
+        if every(cfg.log_interval, step):
+            loss, steps = rt.mean(loss), min(cfg.log_interval, step - first_step)
+            record = {'step': step, 'tokens': step * tokens_per_step, 'loss': loss, 'lr': optimizer.lr('embeddings'), 'grad_norm': grad_norm,
+                      'tokens_per_s': steps * tokens_per_step / seconds, 'skipped': skipped,
+                      'lrs': {group['kind']: group['lr'] for group in optimizer.groups}}
+            seconds = 0.0
+            if rt.is_main:
+                metrics.write(record)
+                bar.set_postfix_str(f'loss {loss:.4f}, {record["tokens_per_s"]:,.0f} tokens/s')
+                if bar.disable:
+                    left = (cfg.max_iters - step) * tokens_per_step / record['tokens_per_s']
+                    rt.print(f'step {step:,}/{cfg.max_iters:,}: loss {loss:.4f}, gradient norm {grad_norm:.2f}, '
+                             f'{record["tokens_per_s"]:,.0f} tokens/s, {left / 60:.1f} min left')
+
+    bar.close()
+    saved = saver is None or saver.wait()
+    runtime.stop()
+    if not saved:
+        raise SystemExit(f'the final checkpoint could not be written to {cfg.out_dir}; see the warning above')
+    if signals.caught and not finished:
+        rt.print(f'{signals.caught}: saved step {step:,} in {cfg.out_dir}; go on with --init_from=resume --out_dir={cfg.out_dir}')
+        raise SystemExit(STOPPED)
+    rt.print(f'done: {step:,} updates, best val loss {best_val_loss:.4f}, checkpoint in {cfg.out_dir}/ckpt.pt')
+
+
+def every(interval, step):
+    return interval > 0 and step % interval == 0
+
+
+if __name__ == '__main__':
+    run(main)
