@@ -17,6 +17,7 @@ from model import GPT, GPTConfig
 from runtime import warn
 
 VERSION = 1
+PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # what GPT.from_pretrained downloads
 WEIGHTS = ('version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')  # what best.pt holds of a state
 
 

@@ -64,6 +64,22 @@ def parse(argv, *classes):
     return overrides
 
 
+def at_least(config, **limits):
+    """UserError unless each named field of the dataclass is None or a finite number of at least its limit."""
+    for name, least in limits.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            raise UserError(f'{name}={value}: must be at least {least}')
+
+
+def between(config, **limits):
+    """UserError unless each named field of the dataclass is None or lies inside its open interval (low, high)."""
+    for name, (low, high) in limits.items():
+        value = getattr(config, name)
+        if value is not None and not low < value < high:
+            raise UserError(f'{name}={value}: must be above {low}' + f' and below {high}' * (high < math.inf))
+
+
 def convert(cls, values, where):
     """A dict from elsewhere (a checkpoint) as checked keyword arguments of the dataclass `cls`."""
     hints = typing.get_type_hints(cls)

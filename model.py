@@ -1,9 +1,7 @@
 """
 A GPT whose layer is one step of an optimizer on the token embeddings.
 
-Read it top to bottom: learned scalars -> update rules -> the table of schemes -> the two oracles (attention, MLP)
--> Block -> GPTConfig -> GPT. Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H, V = vocab_size.
-
+Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 Sources. YuriiFormer: momentum streams on token embeddings, Euler and Lie-Trotter splitting (its appendix fixes the
 scalars' parametrization). Momentum Streams, 2026: triple momentum. nGPT: arXiv 2410.01131.
 """
@@ -15,11 +13,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import UserError
+from configurator import UserError, at_least, between
+from generation import KVCache, generate
 from loss import linear_cross_entropy
 
-# -----------------------------------------------------------------------------------------------------------------
-# learned scalars and vectors, norms
+# ---------------------------------------- learned scalars and vectors, norms ----------------------------------------
 
 
 class Scalar(nn.Module):
@@ -59,8 +57,7 @@ def pre_norm(cfg):
     return nn.Identity() if cfg.normalized else nn.LayerNorm(cfg.n_embd, bias=cfg.bias)  # the sphere needs no other norm
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# update rules: one optimizer step on the stream x and its velocity v, given an oracle for the direction
+# ------- update rules: one optimizer step on the stream x and its velocity v, given an oracle for the direction ------
 
 
 class UpdateRule(nn.Module):
@@ -154,8 +151,7 @@ SCHEMES = {  # update= : (rule, splitting)
     'ngpt_nag': (SphereNesterov, 'lie_trotter'),
 }
 
-# -----------------------------------------------------------------------------------------------------------------
-# the oracles' sublayers: attention and MLP
+# ------------------------------------ the oracles: attention and MLP, and the block ---------------------------------
 
 
 class Linear(nn.Linear):
@@ -165,8 +161,9 @@ class Linear(nn.Linear):
         super().__init__(n_in, n_out, bias=bias)
         self.embd_axis = embd_axis
 
-    def reset_parameters(self):
-        pass  # GPT.__init__ draws all weights
+    def reset_parameters(self):  # GPT.__init__ draws all weights
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -176,24 +173,9 @@ class Embedding(nn.Embedding):
         pass
 
 
-class KVCache:
-    """Keys and values of one layer's earlier tokens. Velocity runs along depth, this along time: no rule sees it."""
-
-    def __init__(self, capacity):
-        self.capacity, self.length, self.kv = capacity, 0, None
-
-    def append(self, k, v):
-        """k, v: (B, H, T, D) of the new tokens -> those of all tokens so far, (B, H, length, D)."""
-        if self.kv is None:
-            self.kv = k.new_empty(2, *k.shape[:2], self.capacity, k.shape[3])
-        start, self.length = self.length, self.length + k.size(2)
-        self.kv[0, :, :, start:self.length] = k
-        self.kv[1, :, :, start:self.length] = v
-        return self.kv[:, :, :, :self.length].unbind(0)
-
-
 def rotary_table(pos, dim, base, dtype):
-    """cos and sin of pos * base^(-2i / dim), each (T, dim / 2)."""
+    """cos and sin of pos * base^(-2i / dim), each (T, dim / 2), in float32 at least: bfloat16 can't count to 1024."""
+    dtype = torch.promote_types(dtype, torch.float32)
     angle = pos[:, None].to(dtype) * base ** (-torch.arange(0, dim, 2, device=pos.device, dtype=dtype) / dim)
     return angle.cos(), angle.sin()
 
@@ -224,14 +206,11 @@ class CausalSelfAttention(nn.Module):
             s_qk = self.s_qk().view(self.n_head, 1, -1)
             q, k = retract(q) * s_qk, retract(k) * s_qk
         q, k = q.to(v.dtype), k.to(v.dtype)  # the float32 tables and scales above promote under autocast
-        mask, fresh = None, True
+        mask = None
         if cache is not None:
-            fresh = cache.length == 0
-            k, v = cache.append(k, v)
-            if not fresh and T > 1:  # a later chunk: is_causal would align its mask with the first key
-                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+            k, v, mask = cache.append(k, v)
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=fresh and T > 1, scale=self.scale)
+                                           is_causal=k.size(2) == T, scale=self.scale)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
@@ -253,9 +232,7 @@ class MLP(nn.Module):
             h = h * (self.s_uv() * x.size(-1) ** 0.5)  # sqrt(d): unit rows give v a std of 1/sqrt(d), too small for SiLU
         if self.swiglu:
             u, v = h.chunk(2, dim=-1)
-            h = u * F.silu(v)
-        else:
-            h = F.gelu(h)
+        h = u * F.silu(v) if self.swiglu else F.gelu(h)
         return F.dropout(self.c_proj(h), self.dropout, self.training)
 
 
@@ -281,8 +258,7 @@ class Block(nn.Module):
         return self.update(x, v, lambda y: A(y) + M(y))
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# configuration and model
+# ---------------------------------------------- configuration and model ---------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -312,9 +288,9 @@ class GPTConfig:
     alpha_init: float | None = None  # eigen learning rates of ngpt at the start; default 0.05
 
     def __post_init__(self):
-        for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name}={getattr(self, name)}: must be at least 1')
+        at_least(self, n_layer=1, n_head=1, n_embd=1, vocab_size=1, vocab_used=1, block_size=1, dropout=0)
+        between(self, mu_init=(0, 1), beta_init=(0, 1), gamma_init=(0, math.inf), nu_init=(0, math.inf),
+                alpha_init=(0, math.inf), rope_base=(0, math.inf))
         if self.update not in SCHEMES:
             raise UserError(f'update={self.update!r} is no scheme; choose one of: {", ".join(SCHEMES)}')
         rule, _ = SCHEMES[self.update]
@@ -341,21 +317,18 @@ class GPTConfig:
                 object.__setattr__(self, name, default)
             elif default is None:
                 raise UserError(f'{name}={value} has no effect with update={self.update}, pos={self.pos}; leave it out')
-            elif not 0 < value < (1 if name in ('mu_init', 'beta_init') else math.inf):
-                raise UserError(f'{name}={value}: must be positive' + ' and below 1' * (name in ('mu_init', 'beta_init')))
 
-        if not 0 <= self.dropout < 1:
-            raise UserError(f'dropout={self.dropout}: must be in [0, 1)')
+        if self.dropout >= 1:
+            raise UserError(f'dropout={self.dropout}: must be below 1')
         if self.n_embd % self.n_head:
             raise UserError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}; '
                             f'the nearest width that is: {max(1, round(self.n_embd / self.n_head)) * self.n_head}')
         if self.pos == 'rope' and self.n_embd // self.n_head % 2:
             raise UserError(f'pos=rope rotates pairs, but n_embd={self.n_embd} over n_head={self.n_head} gives heads of odd '
                             f'size {self.n_embd // self.n_head}; change either')
-        if self.vocab_used is None:
-            object.__setattr__(self, 'vocab_used', self.vocab_size)
-        if not 1 <= self.vocab_used <= self.vocab_size:
-            raise UserError(f'vocab_used={self.vocab_used}: must be from 1 to vocab_size={self.vocab_size}')
+        object.__setattr__(self, 'vocab_used', self.vocab_used or self.vocab_size)
+        if self.vocab_used > self.vocab_size:
+            raise UserError(f'vocab_used={self.vocab_used} is more than vocab_size={self.vocab_size}')
 
     @property
     def normalized(self):
@@ -384,15 +357,13 @@ class GPT(nn.Module):
                 if name.endswith('c_proj') and not cfg.normalized:
                     std /= math.sqrt(2 * cfg.n_layer)  # so that 2 n_layer residual contributions add up to 0.02 (GPT-2)
                 nn.init.normal_(module.weight, std=std)
-                if getattr(module, 'bias', None) is not None:
-                    nn.init.zeros_(module.bias)
         self.normalize_weights()
 
     @torch.no_grad()
     def normalize_weights(self):
-        """Puts every matrix back on the unit sphere along its embedding axis; must follow each optimizer step of nGPT.
+        """Puts every matrix back on the unit sphere along its embedding axis, if the scheme lives there.
 
-        optim.configure_optimizer hooks it to the step. A no-op for the other schemes.
+        Must follow each optimizer step; optim.configure_optimizer hooks it to the step.
         """
         if self.cfg.normalized:
             for module in self.modules():
@@ -408,7 +379,7 @@ class GPT(nn.Module):
 
         With targets (-1: ignored), loss is the mean cross-entropy in nats and logits are None; without, loss is None and
         logits are the last position's, (B, 1, V). return_logits=True gives those of all positions, (B, T, V), either way.
-        `cache` (of new_cache) holds the tokens before idx and takes in idx. Raises ValueError beyond block_size.
+        `cache` (new_cache(), a list by layer) holds the tokens before idx and takes in idx. Raises ValueError past block_size.
         """
         start, T, table = cache[0].length if cache else 0, idx.size(1), self.transformer
         if start + T > self.cfg.block_size:
@@ -418,8 +389,7 @@ class GPT(nn.Module):
         if self.cfg.pos == 'learned':
             x = x + table.wpe(pos)
         else:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            rotary = rotary_table(pos, self.cfg.n_embd // self.cfg.n_head, self.cfg.rope_base, dtype)
+            rotary = rotary_table(pos, self.cfg.n_embd // self.cfg.n_head, self.cfg.rope_base, x.dtype)
         if self.cfg.velocity_init == 'learned':
             v = table.vte(idx) + table.vpe(pos) if 'vpe' in table else table.vte(idx)
             v = F.dropout(v, self.cfg.dropout, self.training)
@@ -429,7 +399,7 @@ class GPT(nn.Module):
         for i, block in enumerate(table.h):
             x, v = block(x, v, rotary, cache[i] if cache else None)
         x = table.ln_f(x)
-        logits = loss = None
+        logits, loss = None, None
         if targets is not None:
             w = self.lm_head.weight if self.s_z is None else self.lm_head.weight * self.s_z()[:, None]
             loss = linear_cross_entropy(x.flatten(0, 1), w, targets.flatten())
@@ -439,45 +409,15 @@ class GPT(nn.Module):
         return logits, loss
 
     def new_cache(self):
-        """An empty KV cache for generation: one per layer, each of block_size tokens."""
         return [KVCache(self.cfg.block_size) for _ in range(self.cfg.n_layer)]
 
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
-        """Continues each of the prompts idx (B, T) by max_new_tokens -> (B, T + max_new_tokens).
-
-        temperature 0 is greedy; top_k keeps that many likeliest tokens. Each token is conditioned on the last block_size
-        tokens, with or without the cache. Raises UserError for a bad temperature, top_k or an empty prompt.
-        """
-        if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0 or idx.size(1) == 0:
-            raise UserError(f'temperature={temperature} and max_new_tokens={max_new_tokens} must not be negative, '
-                            f'top_k={top_k} at least 1, the prompt ({idx.size(1)} tokens) not empty')
-        training, cache = self.training, self.new_cache()
-        self.eval()
-        for _ in range(max_new_tokens):
-            if use_cache and idx.size(1) <= self.cfg.block_size:
-                logits, _ = self(idx[:, cache[0].length:], cache=cache)
-            else:  # past block_size the window slides: every position changes, so nothing cached stays valid
-                logits, _ = self(idx[:, -self.cfg.block_size:])
-            logits = logits[:, -1, :self.cfg.vocab_used].float()
-            if not logits.isfinite().all():
-                raise ValueError(f'the model gave non-finite logits after {idx.size(1)} tokens: its weights are damaged')
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                logits = logits / temperature
-                if top_k is not None and top_k < logits.size(-1):
-                    logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
-                token = torch.multinomial(logits.softmax(-1), 1)
-            idx = torch.cat((idx, token), dim=1)
-        self.train(training)
-        return idx
+    generate = generate
 
     @classmethod
     def from_pretrained(cls, name, **overrides):
-        """OpenAI's GPT-2 weights in update='gd': name is gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder.
+        """OpenAI's weights in update='gd': gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder; needs transformers.
 
-        Needs the package transformers. overrides: GPTConfig fields, such as dropout.
+        overrides: GPTConfig fields, such as dropout.
         """
         from transformers import GPT2LMHeadModel
         source = GPT2LMHeadModel.from_pretrained(name)

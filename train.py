@@ -28,13 +28,13 @@ from tqdm import tqdm
 
 import checkpoint
 import runtime
-from configurator import UserError, build, convert, parse, run
+from checkpoint import PRETRAINED
+from configurator import UserError, at_least, between, build, convert, parse, run
 from dataloader import Split, TrainLoader, eval_windows
 from dataset import find_data, read_meta
 from model import GPT, GPTConfig
 from optim import configure_optimizer, describe, lr_multiplier
 
-PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's mistake
 
 
@@ -89,17 +89,11 @@ class TrainConfig:
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        least = {'batch_size': 1, 'gradient_accumulation_steps': 1, 'max_iters': 0, 'eval_interval': 0, 'eval_iters': 1, 'seed': 0,
-                 'log_interval': 0, 'save_interval': 0, 'keep_last': 0, 'max_skipped': 1, 'warmup_iters': 0, 'lr_decay_iters': 1,
-                 'weight_decay': 0, 'muon_weight_decay': 0, 'grad_clip': 0, 'min_lr': 0}
-        below = {'learning_rate': math.inf, 'muon_lr': math.inf, 'scalar_lr_mult': math.inf, 'muon_momentum': 1, 'beta1': 1,
-                 'beta2': 1, 'wsd_decay': 1}
-        for name in (*least, *below):
-            value = getattr(self, name)
-            if value is not None and name in least and not least[name] <= value < math.inf:
-                raise UserError(f'{name}={value}: must be at least {least[name]}')
-            if value is not None and name in below and not 0 < value < below[name]:
-                raise UserError(f'{name}={value}: must be above 0 and below {below[name]}')
+        at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, log_interval=0,
+                 save_interval=0, keep_last=0, max_skipped=1, seed=0, warmup_iters=0, lr_decay_iters=1, weight_decay=0,
+                 muon_weight_decay=0, grad_clip=0, min_lr=0)
+        between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
+                beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
 

@@ -6,6 +6,7 @@ piece, a long text file several, and `last` marks the piece that ends a document
 import codecs
 import glob
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from tokenizer import replace_surrogates
 
 SUFFIXES = ('.txt', '.jsonl', '.parquet')
 BLOCK = 2**20  # bytes read at a time
-LONGEST = 2**26  # characters of a document that must be held as a whole, such as a line of a .jsonl file
+LONGEST = 2**24  # characters of a document that must be held as a whole, such as a line of a .jsonl file
 # Before a space or a line break that follows something visible, GPT-2's pattern always starts a new word: a text cut
 # there has the same tokens as the whole.
 CUT = re.compile(r'.*\S(?=[ \n])', re.DOTALL)
@@ -137,7 +138,7 @@ def read_parquet(path):
                         raise UserError(f"{path}: row {row}: column 'text' must hold strings, not {str(text)[:40]}")
                     yield text, True
                     row += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f'{path}: not a readable parquet file ({error})') from None
 
 
@@ -168,7 +169,7 @@ def fetch(url, sha256):
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read(2**30)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(f'{url}: cannot be downloaded ({error}); get it by other means, give it with --input') from None
     if hashlib.sha256(data).hexdigest() != sha256:
         raise UserError(f'{url}: not the file this script was written for (SHA-256 differs); give yours with --input')

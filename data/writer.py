@@ -143,8 +143,8 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
         return {split: encode_part(parts[split]) for split in SPLITS}, documents, len(chunk)
 
     done = read_progress(out_dir, identity)
-    parts = {split: out_dir / f'{split}.bin{PART}' for split in SPLITS}
-    bins = {split: Bin(parts[split], dtype, tokens.vocab_size, done['bytes'][split]) for split in SPLITS}
+    paths = {split: out_dir / f'{split}.bin{PART}' for split in SPLITS}
+    bins = {split: Bin(paths[split], dtype, tokens.vocab_size, done['bytes'][split]) for split in SPLITS}
     bar = tqdm(unit=' tokens', unit_scale=True, initial=sum(b.tokens for b in bins.values()), mininterval=1)
     saved = time.monotonic()
     try:
@@ -165,7 +165,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
             raise UserError(f'too little text: {" and ".join(few)} tokens, and each of train and val needs at least '
                             f'{MIN_TOKENS} (to train on it, block_size + 1)')
     except UserError:  # the input has to change, so nothing here can be continued
-        for path in (*parts.values(), out_dir / PROGRESS):
+        for path in (*paths.values(), out_dir / PROGRESS):
             path.unlink(missing_ok=True)
         raise
     finally:
@@ -179,7 +179,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
             'source': {**facts, 'documents': done['documents']}}
     (out_dir / 'meta.json').unlink(missing_ok=True)  # an older preparation ends here
     for split in SPLITS:
-        os.replace(parts[split], out_dir / f'{split}.bin')
+        os.replace(paths[split], out_dir / f'{split}.bin')
     write_json(out_dir / 'meta.json', meta)
     (out_dir / PROGRESS).unlink(missing_ok=True)
     return meta

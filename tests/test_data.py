@@ -350,6 +350,25 @@ def test_a_long_text_is_cut_into_pieces_with_the_same_tokens(tmp_path, monkeypat
     assert ids_of(tmp_path / 'out', 'train') == gpt2.encode(text) + [gpt2.eot]
 
 
+def test_documents_of_several_pieces_stay_whole():
+    pieces = lambda: iter([('ab', False), ('cd', True), ('ef', False), ('gh', True), ('ij', True)])
+    assert list(source.first_documents(pieces, 1)()) == [('ab', False), ('cd', True)]
+    assert list(source.split_by_document(pieces, 2, 0)) == [
+        ('val', 'ab', False), ('val', 'cd', True), ('train', 'ef', False), ('train', 'gh', True), ('val', 'ij', True)]
+    assert list(source.split_by_position(pieces, 3)) == [
+        ('train', 'ab', False), ('train', 'c', False), ('val', 'd', True),
+        ('val', 'ef', False), ('val', 'gh', True), ('val', 'ij', True)]
+
+
+def test_a_bin_is_continued_after_the_bytes_to_keep(tmp_path):
+    (tmp_path / 'x.bin').write_bytes(b'\3\0\1\0\2')
+    part = writer.Bin(tmp_path / 'x.bin', 'uint16', vocab_size=9, keep=2)
+    part.append(np.empty(0, np.uint32))
+    assert part.sync() == 2 and (part.tokens, part.max_id) == (1, 3)
+    part.file.close()
+    assert (tmp_path / 'x.bin').read_bytes() == b'\3\0'
+
+
 def test_few_items_are_in_flight():
     pulled = count(1)
     items = (next(pulled) for _ in range(100))

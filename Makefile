@@ -1,0 +1,23 @@
+# make demo: trains gd and lt_nag on the same batches and compares them. make test: the test suite. Both install first.
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: demo test clean
+demo: .venv/requirements
+	$(RUN) data/pystdlib_char/prepare.py
+	$(RUN) train.py config/demo_gd.py --overwrite=True
+	$(RUN) train.py config/demo_lt_nag.py --overwrite=True
+	$(RUN) plot.py out/demo_gd out/demo_lt_nag --out=out/demo.png
+	$(RUN) sample.py --out_dir=out/demo_lt_nag --start='def ' --num_samples=1 --max_new_tokens=300
+
+test: .venv/requirements-test
+	$(RUN) -m pytest -q
+
+.venv/%: %.txt requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12")'
+	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(RUN) -m pip install -q -r $<
+	touch $@
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,381 @@
+"""
+Compares how fast and how large update schemes are, side by side, at any size, on a CPU, a GPU or a Mac.
+
+    python bench.py                                       gd, lt_nag and ngpt, small: a minute or two on a laptop
+    python bench.py --schemes gd lt_nag gd:pos=rope:mlp=swiglu --n_layer=12 --n_embd=768 --block_size=1024 --batch_size=1
+    python bench.py --schemes gd lt_nag lt_nag:velocity_init=zero --peer=hf --json=results/bench.json
+
+A scheme may carry model options of its own after colons; all other options go for all. Without any of n_layer, n_head,
+n_embd and block_size the model is small; with one of them, those not given are GPTConfig's. The schemes take turns, in an
+order that rotates from round to round, so that a slow spell of the machine hits all of them; each is compared with the
+first one listed, round by round.
+"""
+if __name__ == '__main__':
+    from configurator import show_help
+    show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')  # before torch is imported: instant
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+import runtime
+from configurator import UserError, build, parse, run
+from model import GPT, GPTConfig
+from optim import configure_optimizer
+from plot import table
+from train import TrainConfig
+
+SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
+PEER = 'hf_gpt2'
+WARMUP_STEPS = 2  # of the memory measurement: from the second on, the optimizer's state lies beside the gradients
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured."""
+    schemes: tuple[str, ...] = ('gd', 'lt_nag', 'ngpt')  # NAME or NAME:option=value:...; the first is the measure
+    peer: Literal['none', 'hf'] = 'none'  # hf: also transformers' GPT-2 of that size, float32, plain AdamW
+    what: tuple[str, ...] = ('train', 'generate')  # either or both
+    rounds: int = 5  # measurements of each scheme, after one that does not count
+    steps: int = 1  # training steps in a measurement
+    batch_size: int = 4  # sequences of block_size tokens in a step
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon's work is per update: beside one micro-batch it looks too big
+    gen_batch: int = 1  # sequences generated at once
+    prompt_tokens: int = 32  # that they start from
+    max_new_tokens: int = 64  # that they go on for, sampled, with the KV cache
+    memory: bool = True  # also the peak in training, by a process of its own for each scheme
+    profile: bool = False  # also the costliest operations of one training step of each scheme
+    json: str | None = None  # file for every raw number, the options and the machine
+    seed: int = 1337  # of the weights and the random tokens
+    device: str = 'auto'  # cuda, cuda:1, mps, cpu
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
+    compile: Literal['auto', 'True', 'False'] = 'auto'  # training only; auto: on CUDA
+
+    def __post_init__(self):
+        for name in ('rounds', 'steps', 'batch_size', 'gen_batch', 'prompt_tokens', 'max_new_tokens'):
+            if getattr(self, name) < 1:
+                raise UserError(f'{name}={getattr(self, name)}: must be at least 1')
+        if unknown := [name for name in self.what if name not in ('train', 'generate')]:
+            raise UserError(f'what={unknown[0]}: choose train, generate, or both: --what=train,generate')
+        if self.seed < 0:
+            raise UserError(f'seed={self.seed}: must be at least 0')
+        if self.profile and 'train' not in self.what:
+            raise UserError('profile=True looks at a training step; add train to --what')
+
+
+def scheme_config(text, given):
+    """The GPTConfig of one entry of `schemes`, 'gd' or 'gd:pos=rope:mlp=swiglu'; `given` are the options that hold for all."""
+    name, *options = text.split(':')
+    try:
+        own = parse([f'--{option}' for option in options], GPTConfig)
+        if shared := {'update', 'block_size', 'vocab_size'} & own.keys():
+            raise UserError(f'{min(shared)} cannot stand here: the scheme comes first, and all get the same tokens')
+        return GPTConfig(**{**given, **own, 'update': name})
+    except UserError as error:
+        raise UserError(f'schemes: {text}: {error}') from None
+
+
+def flops_per_token(model):
+    """Operations of one training step per token: 6 for each weight of a matrix (2 forward, 4 backward), and attention's
+    products with every key, causal or not (PaLM, arXiv 2204.02311, appendix B). Tables are looked up, not multiplied."""
+    cfg = model.cfg
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# contenders: what can take a training step and generate
+
+
+class Scheme:
+    """One of our schemes, trained as train.py does: forward, backward, clip, optimizer, on one micro-batch."""
+
+    def __init__(self, name, gpt_cfg, cfg, rt):
+        self.name, self.cfg, self.rt, self.gpt_cfg = name, cfg, rt, gpt_cfg
+        torch.manual_seed(cfg.seed)
+        self.model = GPT(gpt_cfg).to(rt.device)
+        self.params, self.flops = self.model.num_params(), flops_per_token(self.model)
+        self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
+        if 'train' in cfg.what:
+            runtime.compile_model(self.model, cfg.compile, rt)
+            train_cfg = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size).resolve(gpt_cfg.normalized)
+            self.optimizer, self.grad_clip = configure_optimizer(self.model, train_cfg), train_cfg.grad_clip
+            self.scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
+
+    def step(self):
+        with self.rt.autocast():
+            _, loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip).isfinite():  # waits for the GPU, as train.py
+            self.optimizer.step()
+        self.scaler.update()
+        self.model.zero_grad(set_to_none=True)
+
+    def generate(self):
+        # every token lengthens the cache: compiled code would be compiled over and over
+        with self.rt.autocast(), torch.compiler.set_stance('force_eager'):
+            return self.model.generate(self.prompt, self.cfg.max_new_tokens)
+
+
+class HuggingFace:
+    """transformers' GPT-2 as its user would have it: float32 (on CUDA TF32, as ours), AdamW, its own cached generate."""
+
+    def __init__(self, name, gpt_cfg, cfg, rt):
+        import transformers
+        transformers.logging.set_verbosity_error()
+        self.name, self.cfg, self.rt, self.gpt_cfg, self.flops = name, cfg, rt, None, None
+        torch.manual_seed(cfg.seed)
+        sizes = {name: getattr(gpt_cfg, name) for name in ('vocab_size', 'n_embd', 'n_layer', 'n_head')}
+        drop = dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), gpt_cfg.dropout)
+        self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            **sizes, **drop, n_positions=gpt_cfg.block_size, bos_token_id=None, eos_token_id=None)).to(rt.device).train()
+        self.params = sum(p.numel() for p in self.model.parameters())
+        self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
+        if 'train' in cfg.what:
+            runtime.compile_model(self.model, cfg.compile, rt)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=TrainConfig.learning_rate)
+
+    def step(self):
+        x = self.tokens[:, :-1]
+        self.model(x, labels=x, use_cache=False).loss.backward()  # it shifts the labels itself
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), TrainConfig.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def generate(self):
+        self.model.eval()
+        with torch.compiler.set_stance('force_eager'):
+            tokens = self.model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), pad_token_id=0,
+                                         do_sample=True, top_k=0, max_new_tokens=self.cfg.max_new_tokens)
+        self.model.train()
+        return tokens
+
+
+def random_tokens(gpt_cfg, cfg, rt):
+    """Ids to train on (batch_size, block_size + 1) and to start from (gen_batch, prompt_tokens), the same for all."""
+    generator = torch.Generator().manual_seed(cfg.seed)
+    shapes = (cfg.batch_size, gpt_cfg.block_size + 1), (cfg.gen_batch, cfg.prompt_tokens)
+    return [torch.randint(gpt_cfg.vocab_used, shape, generator=generator).to(rt.device) for shape in shapes]
+
+
+def contender(name, *args):
+    return (HuggingFace if name == PEER else Scheme)(name, *args)
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# measurements
+
+
+def race(contenders, act, rounds, rt, tick=lambda name: None):
+    """Seconds that `act` takes with each contender, a list per contender of one number per round.
+
+    Round after round all take their turn, each time another one first. One more round before warms up and does not count.
+    """
+    seconds, n = [[] for _ in contenders], len(contenders)
+    for i in range(rounds + 1):
+        for j in range(n):
+            k = (i + j) % n
+            tick(contenders[k].name)
+            rt.synchronize()
+            t0 = time.perf_counter()
+            act(contenders[k])
+            rt.synchronize()
+            seconds[k].append(time.perf_counter() - t0)
+    return [numbers[1:] for numbers in seconds]
+
+
+def spread(numbers):
+    """Median, extremes and quartiles of a list."""
+    q1, median, q3 = statistics.quantiles(numbers, n=4, method='inclusive') if len(numbers) > 1 else numbers * 3
+    return {'median': median, 'min': min(numbers), 'max': max(numbers), 'q1': q1, 'q3': q3}
+
+
+def peak_bytes_here(name, gpt_cfg, cfg):
+    """This process' peak memory after WARMUP_STEPS training steps: on CUDA that of tensors there, else resident."""
+    rt = runtime.start(cfg.device, cfg.dtype)
+    one = contender(name, gpt_cfg, cfg, rt)
+    for _ in range(WARMUP_STEPS):
+        one.step()
+    if rt.device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(rt.device)
+    with contextlib.suppress(OSError), open('/proc/self/status') as file:  # Linux, whose getrusage counts the parent's in
+        for line in file:
+            if line.startswith('VmHWM:'):
+                return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+def peak_bytes(*args):
+    """peak_bytes_here in a fresh process, which holds nothing else; None where it can't be had."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
+            return pool.submit(peak_bytes_here, *args).result()
+    except (BrokenProcessPool, ImportError) as error:
+        runtime.warn(f'no peak memory of {args[0]}: {error}')
+
+
+def operations(one):
+    """A table of the costliest operations of one training step."""
+    with torch.profiler.profile() as profiler:
+        one.step()
+        one.rt.synchronize()
+    where = 'self_device_time_total' if one.rt.device.type == 'cuda' else 'self_cpu_time_total'
+    return profiler.key_averages().table(sort_by=where, row_limit=15, max_name_column_width=40)
+
+
+def results(seconds, count, tokens):
+    """One record for each contender of a race; a measurement took it through `count` steps and `tokens` tokens."""
+    for numbers in seconds:
+        ratios = [a / b for a, b in zip(numbers, seconds[0])]  # round by round: both ran within the same moments
+        each = [number / count for number in numbers]
+        yield {'seconds': each, 'seconds_spread': spread(each), 'tokens_per_s': tokens / count / spread(each)['median'],
+               'relative': ratios, 'relative_spread': spread(ratios)}
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# output
+
+
+def versions(cfg):
+    names = {'python': platform.python_version(), 'torch': torch.__version__}
+    return names | ({'transformers': sys.modules['transformers'].__version__} if cfg.peer == 'hf' else {})
+
+
+def machine(rt):
+    gpu = rt.device_name() if rt.device.type == 'cuda' else None
+    return {'cpu': replace(rt, device=torch.device('cpu')).device_name(), 'cores': os.cpu_count(),
+            'threads': torch.get_num_threads(), 'gpu': gpu, 'system': platform.platform()}
+
+
+def speed_table(records, stage, on_gpu):
+    """The records' results of one stage, 'train' or 'generate', as text; columns that nothing is known for are left out."""
+    columns, first = {}, records[0]['scheme']
+    for record in records:
+        result, peak = record[stage], record['peak_memory_bytes'] if stage == 'train' else None
+        ms, ratio = {key: 1e3 * value for key, value in result['seconds_spread'].items()}, result['relative_spread']
+        digits = max(0, 2 - math.floor(math.log10(ms['median'])))  # three figures: machines are no better
+        row = {
+            'scheme': record['scheme'],
+            'parameters': f'{record["parameters"]:,}',
+            'ms/step' if stage == 'train' else 'ms/token': f'{ms["median"]:,.{digits}f}',
+            'middle half': f'{ms["q1"]:,.{digits}f} to {ms["q3"]:,.{digits}f}',
+            'range': f'{ms["min"]:,.{digits}f} to {ms["max"]:,.{digits}f}',
+            'tokens/s': f'{result["tokens_per_s"]:,.0f}',
+            f'time / {first}': f'{ratio["median"]:.3f}',
+            '(middle half)': f'{ratio["q1"]:.3f} to {ratio["q3"]:.3f}',
+            'GPU peak' if on_gpu else 'process peak': f'{peak / 2**30:.2f} GiB' if peak else '-',
+            'MFU': f'{result["mfu"]:.1%}' if result.get('mfu') else '-'}
+        for title, text in row.items():
+            columns.setdefault(title, [title]).append(text)
+    return table(list(zip(*(texts for texts in columns.values() if set(texts[1:]) != {'-'}))))
+
+
+def check_json(path):
+    """UserError now rather than after the measurements."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise OSError('it cannot be written there')
+    except OSError as error:
+        raise UserError(f'json={path}: {error.strerror or error}; choose another file') from None
+
+
+def main(argv):
+    given = parse(argv, GPTConfig, BenchConfig)
+    if 'update' in given:
+        raise UserError(f'update={given["update"]}: bench.py compares several; write --schemes {given["update"]} ...')
+    cfg = build(BenchConfig, given)
+    given = {key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__}
+    given = given if SMALL.keys() & given else SMALL | given
+    entries = [(text, scheme_config(text, given)) for text in cfg.schemes]
+    if cfg.peer == 'hf':
+        try:
+            import transformers
+        except ImportError:
+            raise UserError('peer=hf needs transformers: pip install transformers') from None
+        sizes = ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size', 'dropout')
+        entries.append((PEER, GPTConfig(update='gd', **{key: given[key] for key in sizes if key in given})))
+    for name, gpt_cfg in entries:
+        if 'generate' in cfg.what and cfg.prompt_tokens + cfg.max_new_tokens > gpt_cfg.block_size:
+            raise UserError(f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='
+                            f'{gpt_cfg.block_size} of {name}; lower them, or leave generation out with --what=train')
+    if cfg.json is not None:
+        check_json(Path(cfg.json))
+    rt = runtime.start(cfg.device, cfg.dtype)
+    if rt.distributed:
+        raise UserError('bench.py measures one process: run it with python, not with torchrun')
+    try:
+        measure(entries, cfg, rt)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f'out of memory on {rt.device}: lower --batch_size, or compare fewer --schemes at a time (all stay '
+                            f'loaded)') from None
+        raise
+
+
+def measure(entries, cfg, rt):
+    """All that cfg asks for, of the entries (name, GPTConfig): prints the tables, writes the JSON file."""
+    facts = {'date': datetime.now(timezone.utc).isoformat(timespec='seconds'), 'command': shlex.join(['python', *sys.argv]),
+             'commit': runtime.code_version(), 'machine': machine(rt), 'device': rt.device.type, 'dtype': str(rt.dtype)[6:],
+             'versions': versions(cfg), 'config': asdict(cfg)}
+    print(f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
+          f'{facts["dtype"]}')
+    memory = cfg.memory and 'train' in cfg.what and rt.device.type != 'mps'  # Metal keeps no peak
+    block_size = entries[0][1].block_size
+    with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len(set(cfg.what))), disable=None, leave=False) as bar:
+        def tick(stage):
+            return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
+
+        peaks = [None] * len(entries)
+        for i, entry in enumerate(entries if memory else ()):  # first, while no other model is there to compete with
+            tick('memory')(entry[0])
+            peaks[i] = peak_bytes(*entry, cfg)
+        contenders = [contender(*entry, cfg, rt) for entry in entries]
+        records = [{'scheme': one.name, 'parameters': one.params, 'peak_memory_bytes': peak, 'flops_per_token': one.flops,
+                    'gpt_config': one.gpt_cfg and asdict(one.gpt_cfg)} for one, peak in zip(contenders, peaks)]
+        if 'train' in cfg.what:
+            def steps(one):
+                for _ in range(cfg.steps):
+                    one.step()
+            seconds = race(contenders, steps, cfg.rounds, rt, tick('train'))
+            peak_flops = rt.peak_flops() if rt.dtype != torch.float32 else None  # it is bfloat16's
+            for record, result in zip(records, results(seconds, cfg.steps, cfg.steps * cfg.batch_size * block_size)):
+                known = peak_flops and record['flops_per_token']
+                record['train'] = result | {'mfu': known and record['flops_per_token'] * result['tokens_per_s'] / peak_flops}
+        if 'generate' in cfg.what:
+            seconds = race(contenders, lambda one: one.generate(), cfg.rounds, rt, tick('generate'))
+            for record, result in zip(records, results(seconds, cfg.max_new_tokens, cfg.max_new_tokens * cfg.gen_batch)):
+                record['generate'] = result
+
+    titles = {'train': f'training: {cfg.batch_size} x {block_size} tokens a step, {cfg.optimizer}',
+              'generate': f'generation: {cfg.gen_batch} x {cfg.max_new_tokens} tokens after {cfg.prompt_tokens}, KV cache'}
+    for stage, title in titles.items():
+        if stage in cfg.what:
+            print(f'\n{title}; median of {cfg.rounds} rounds\n{speed_table(records, stage, rt.device.type == "cuda")}')
+    for one in contenders if cfg.profile else ():
+        print(f'\n{one.name}: one training step\n{operations(one)}')
+    if cfg.json is not None:
+        Path(cfg.json).write_text(json.dumps(facts | {'results': records}, indent=1) + '\n', encoding='utf-8')
+        print(f'\nevery number: {cfg.json}')
+
+
+if __name__ == '__main__':
+    run(main)
