@@ -80,7 +80,7 @@ class BenchConfig:
 
 
 def scheme_config(text, given):
-    """The GPTConfig of one entry of `schemes`, 'gd' or 'gd:pos=rope:mlp=swiglu'; `given` are the options that hold for all."""
+    """The GPTConfig of an entry of `schemes`, 'gd' or 'gd:pos=rope:mlp=swiglu'; `given` are the options for all."""
     name, *options = text.split(':')
     try:
         own = parse([f'--{option}' for option in options], GPTConfig)

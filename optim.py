@@ -3,7 +3,10 @@ import math
 import re
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import Embedding, Linear, Scalar, Scale
 
@@ -36,106 +39,169 @@ def route(model):
     return {kind: params for kind, params in kinds.items() if params}
 
 
-class SplitMuon(torch.optim.Muon):
-    """Muon that takes each c_attn as the three matrices W_q, W_k, W_v stacked in it and orthogonalizes each by itself.
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, step for step, and what it lacks for comparable runs on any number of processes:
 
-    Its parameters are views of the model's, their gradients views of the model's gradients, hung on before each step.
+    - `dtype` of the Newton-Schulz matmuls. bfloat16 (torch's) turns the last-bit differences between world sizes into
+      differences of 0.4 % in single entries; float32 keeps them small.
+    - a group's `blocks`: matrices stacked in its parameters (q, k, v in c_attn) are orthogonalized each by itself.
+    - sharded parameters (DTensor): a matrix is put together on one rank, orthogonalized there, and dealt out again.
     """
 
-    def __init__(self, named_params, **options):
-        self.views = []
-        for name, p in named_params:
-            n = 3 if name.endswith('c_attn.weight') else 1
-            self.views += [(f'{name}.{part}' if n > 1 else name, p, i, n) for i, part in zip(range(n), 'qkv')]
-        super().__init__([(name, nn.Parameter(p.detach().chunk(n)[i])) for name, p, i, n in self.views], **options)
+    def __init__(self, params, dtype=torch.bfloat16, **options):
+        super().__init__(params, **options)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None):
-        for view, (_, p, i, n) in zip(self.param_groups[0]['params'], self.views):
-            view.grad = None if p.grad is None else p.grad.chunk(n)[i]
-        super().step(closure)
+        for group in self.param_groups:
+            params = [p for p in group['params'] if p.grad is not None]
+            updates = []
+            for p in params:
+                state = self.state[p]
+                if not state:
+                    state['momentum_buffer'] = torch.zeros_like(p)
+                buffer = state['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
+                updates.append(p.grad.lerp(buffer, group['momentum']))
+            for p, update in zip(params, self.orthogonalized(updates, group)):
+                p.mul_(1 - group['lr'] * group['weight_decay'])
+                rows, columns = p.size(0) / group['blocks'], p.size(1)
+                p.add_(update, alpha=-group['lr'] * math.sqrt(max(1, rows / columns)))  # adjust_lr_fn='original'
+
+    def orthogonalized(self, updates, group):
+        """Yields the matrices orthogonalized, block by block; sharded ones in rounds of one matrix a rank."""
+        def whole(matrix):
+            return torch.cat([orthogonalize(block, self.dtype, group['ns_coefficients'], group['ns_steps'], group['eps'])
+                              for block in matrix.chunk(group['blocks'])])
+        if not updates or not isinstance(updates[0], DTensor):
+            yield from map(whole, updates)
+            return
+        mesh = updates[0].device_mesh
+        for i in range(0, len(updates), mesh.size()):
+            turn = updates[i:i + mesh.size()]
+            full = [update.full_tensor() for update in turn]  # every rank needs to take part in each
+            mine = mesh.get_local_rank()
+            if mine < len(turn):
+                full[mine] = whole(full[mine]).to(turn[mine].dtype)
+            for owner, (update, matrix) in enumerate(zip(turn, full)):
+                yield distribute_tensor(matrix, mesh, update.placements, src_data_rank=owner)
+
+
+def orthogonalize(matrix, dtype, coefficients, steps, eps):
+    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix: every singular value to about 1 (Jordan, 2024)."""
+    a, b, c = coefficients
+    wide = matrix.size(0) <= matrix.size(1)
+    x = (matrix if wide else matrix.T).to(dtype)  # the Gram matrix of the shorter side is the smaller one
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
 
 
 class JointOptimizer:
-    """Several torch optimizers that act as one; its state is keyed by parameter names, so it outlives a regrouping."""
+    """Several torch optimizers that act as one. Its state is keyed by parameter names, so that it outlives a regrouping
+    and does not depend on how many ranks share it."""
 
-    def __init__(self, optimizers, params):
-        self.optimizers = optimizers
+    def __init__(self, optimizers, names):
+        self.optimizers, self.names = optimizers, names  # names: {parameter: name}
         self.groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.param_groups = [{'params': params}]  # the model's own, whose gradients GradScaler unscales
+        self.param_groups = [{'params': list(names)}]  # what GradScaler.unscale_ asks for
+        for group in self.groups:
+            group['peak_lr'] = group['lr']
 
     def set_lr(self, multiplier):
         """Every group's rate = its own peak rate x the schedule's multiplier."""
         for group in self.groups:
             group['lr'] = group['peak_lr'] * multiplier
 
-    def lr(self, kind):
-        return next(group['lr'] for group in self.groups if group['kind'] == kind)
+    def lr(self):
+        """{kind: the rate now}."""
+        return {group['kind']: group['lr'] for group in self.groups}
 
     def step(self):
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def named_params(self):
+    def local_states(self):
+        """(optimizer state by parameter, parameters) of each part, as far as this rank holds it."""
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for name, p in zip(group['param_names'], group['params']):
-                    yield name, p, optimizer
+            optimizer = getattr(optimizer, 'optim', optimizer)  # ZeroRedundancyOptimizer's own share
+            yield optimizer.state, [p for group in optimizer.param_groups for p in group['params']]
 
     def state_dict(self):
-        return {name: dict(optimizer.state[p]) for name, p, optimizer in self.named_params() if p in optimizer.state}
+        """{parameter name: {state name: tensor}}, whole on rank 0. All ranks must take part if they share the work."""
+        state = {self.names[p]: {key: value.full_tensor() if isinstance(value, DTensor) else value
+                                 for key, value in of[p].items()} for of, params in self.local_states() for p in params if p in of}
+        if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in self.optimizers):
+            shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(state, shares)
+            for share in shares or ():
+                state |= share
+        return state
 
     def load_state_dict(self, state):
         """Raises ValueError if the names differ: the state of other parameters continues another run."""
-        names = {name for name, _, _ in self.named_params()}
-        if state and state.keys() != names:
-            raise ValueError(f'optimizer state for other parameters: {", ".join(sorted(state.keys() ^ names)[:5])} ...')
-        for name, p, optimizer in self.named_params():
-            if name in state:
-                optimizer.state[p] = {key: value.to(p.device) if value.dim() else value.clone()
-                                      for key, value in state[name].items()}
+        if state and state.keys() != set(self.names.values()):
+            raise ValueError(f'optimizer state of other parameters: {", ".join(sorted(state.keys() ^ set(self.names.values()))[:5])}')
+        for of, params in self.local_states():
+            for p in params:
+                if self.names[p] in state:
+                    of[p] = {key: like(value, p) if value.dim() else value.clone() for key, value in state[self.names[p]].items()}
 
 
-def configure_optimizer(model, cfg):
-    """The optimizer of `cfg` (TrainConfig) over all parameters of `model` (GPT), as the papers group them.
+def like(value, p):
+    """A whole tensor placed as the parameter is: on its device, sharded as it is."""
+    if isinstance(p, DTensor):
+        return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return value.to(p.device, copy=True)
 
-    Also hooks model.normalize_weights() to its step, so that no training loop can forget it.
+
+def configure_optimizer(model, cfg, dtype=torch.float32):
+    """The optimizer of `cfg` (a resolved TrainConfig) over all parameters of `model` (GPT), grouped as in the papers.
+
+    dtype: of Muon's matmuls. model.normalize_weights() is hooked to the step, so that no training loop can forget it.
+    With cfg.zero each rank keeps and updates a share and broadcasts it (ZeRO stage 1, arXiv 1910.02054).
     """
-    kinds, device = route(model), next(model.parameters()).device
-    wd, rate = cfg.weight_decay, cfg.learning_rate
-    groups = [
-        # kind        lr                          weight decay
-        ('matrices', rate, wd),
-        ('embeddings', rate, wd),
-        ('norms', rate, 0.0),
-        ('scalars', rate * cfg.scalar_lr_mult, 0.0),
-        ('scales', rate, 0.0),
-    ]
-    optimizers = []
+    kinds, rate, decay = route(model), cfg.learning_rate, cfg.weight_decay
+    muon, adamw = [], []
+    groups = {  # kind: (optimizer, peak lr, weight decay)
+        'matrices': (adamw, rate, decay),
+        'embeddings': (adamw, rate, decay),
+        'norms': (adamw, rate, 0.0),
+        'scalars': (adamw, rate * cfg.scalar_lr_mult, 0.0),
+        'scales': (adamw, rate, 0.0),
+    }
     if cfg.optimizer == 'muon':
-        groups.pop(0)
-        muon = SplitMuon if cfg.muon_qkv == 'split' else torch.optim.Muon
-        optimizers.append(muon(kinds['matrices'].items(), lr=cfg.muon_lr, momentum=cfg.muon_momentum, nesterov=True,
-                               weight_decay=cfg.muon_weight_decay, adjust_lr_fn='original'))
-        optimizers[0].param_groups[0]['kind'] = 'matrices'
-    optimizers.append(torch.optim.AdamW(
-        [{'params': list(kinds[kind].items()), 'lr': lr, 'weight_decay': decay, 'kind': kind}
-         for kind, lr, decay in groups if kind in kinds],
-        betas=(cfg.beta1, cfg.beta2), fused=device.type in ('cuda', 'cpu', 'mps')))
+        groups['matrices'] = (muon, cfg.muon_lr, cfg.muon_weight_decay)
+    for kind, params in kinds.items():
+        group, lr, wd = groups[kind]
+        stacked = [p for name, p in params.items() if name.endswith('c_attn.weight') and cfg.muon_qkv == 'split']
+        for blocks, chosen in ((1, [p for p in params.values() if not any(p is q for q in stacked)]), (3, stacked)):
+            if chosen:
+                group.append({'params': chosen, 'kind': kind, 'lr': lr, 'weight_decay': wd, 'blocks': blocks})
+
+    def make(cls, groups, **options):
+        if cfg.zero:
+            return ZeroRedundancyOptimizer(groups, optimizer_class=cls, **options)
+        return cls(groups, **options)
+    optimizers = []
+    if muon:
+        dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # float16's range is too small for it
+        optimizers.append(make(Muon, muon, momentum=cfg.muon_momentum, dtype=dtype))
+    optimizers.append(make(torch.optim.AdamW, adamw, betas=(cfg.beta1, cfg.beta2), fused=True))
     optimizers[-1].register_step_post_hook(lambda *_: model.normalize_weights())
-    joint = JointOptimizer(optimizers, list(model.parameters()))
-    for group in joint.groups:
-        group['peak_lr'] = group['lr']
-    return joint
+    return JointOptimizer(optimizers, {p: name for params in kinds.values() for name, p in params.items()})
 
 
 def describe(optimizer):
     """The routing as a table, a line for each parameter name and shape, the layers folded into `h.*`."""
     rows = {}
     for one in optimizer.optimizers:
+        cls = getattr(one, 'optim', one)
         for group in one.param_groups:
-            for name, p in zip(group['param_names'], group['params']):
-                key = (re.sub(r'\.h\.\d+\.', '.h.*.', name), str(tuple(p.shape)), type(one).__name__, group['kind'],
+            for p in group['params']:
+                key = (re.sub(r'\.h\.\d+\.', '.h.*.', optimizer.names[p]), str(tuple(p.shape)), type(cls).__name__, group['kind'],
                        f'{group["peak_lr"]:g}', f'{group["weight_decay"]:g}')
                 rows[key] = rows.get(key, 0) + 1
     head = ('parameter', 'shape', 'optimizer', 'kind', 'peak lr', 'decay', 'tensors')

@@ -83,6 +83,7 @@ class TrainConfig:
     wandb_project: str = 'nanonag'
     wandb_run_name: str = ''  # default: the name of out_dir
     # system
+    zero: bool = False  # share the optimizer's state and work among the processes; the same result
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
@@ -302,7 +303,7 @@ def main(argv):
         return runtime.stop()
 
     # optimizer and, on resume, the state of everything
-    optimizer = configure_optimizer(model, cfg)
+    optimizer = configure_optimizer(model, cfg, rt.dtype)
     scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
     rt.print(describe(optimizer))
     step, best_val_loss, skipped, wandb_id, rng = 0, math.inf, 0, None, None
@@ -325,10 +326,10 @@ def main(argv):
         saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, last_step=step if resumed else None)
 
     def save(best):
-        rng = rt.gather(runtime.rng_state(rt.device))
+        rng, optimizer_state = rt.gather(runtime.rng_state(rt.device)), optimizer.state_dict()
         if rt.is_main:
             saver.save({'version': checkpoint.VERSION, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step,
-                        'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer.state_dict(),
+                        'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer_state,
                         'scaler': scaler.state_dict(), 'train_config': asdict(options), 'skipped': skipped, 'rng': rng,
                         'data': meta['sha256'], 'wandb_id': metrics.wandb_id}, best)
 
@@ -392,9 +393,9 @@ def main(argv):
         bar.update()
         if every(cfg.log_interval, step):
             loss, steps = rt.mean(loss), min(cfg.log_interval, step - first_step)
-            record = {'step': step, 'tokens': step * tokens_per_step, 'loss': loss, 'lr': optimizer.lr('embeddings'), 'grad_norm': grad_norm,
+            record = {'step': step, 'tokens': step * tokens_per_step, 'loss': loss, 'lr': optimizer.lr()['embeddings'], 'grad_norm': grad_norm,
                       'tokens_per_s': steps * tokens_per_step / seconds, 'skipped': skipped,
-                      'lrs': {group['kind']: group['lr'] for group in optimizer.groups}}
+                      'lrs': optimizer.lr()}
             seconds = 0.0
             if rt.is_main:
                 metrics.write(record)

@@ -39,7 +39,7 @@ def test_a_resumed_run_counts_each_step_once_and_takes_the_last_config(tmp_path)
 
 
 def test_nan_is_shown_but_never_best(tmp_path):
-    facts = plot.summary(plot.read_run(write_run(tmp_path / 'a', evals=[(0, 4.0), (50, 3.0), (100, math.nan)])))
+    facts = plot.summary(plot.read_run(write_run(tmp_path / 'a', evals=[(0, math.nan), (50, 3.0), (100, math.nan)])))
     assert math.isnan(facts['val_loss']) and facts['best_val_loss'] == 3.0
 
 
