@@ -369,7 +369,8 @@ def measure(entries, cfg, rt):
               'generate': f'generation: {cfg.gen_batch} x {cfg.max_new_tokens} tokens after {cfg.prompt_tokens}, KV cache'}
     for stage, title in titles.items():
         if stage in cfg.what:
-            print(f'\n{title}; median of {cfg.rounds} rounds\n{speed_table(records, stage, rt.device.type == "cuda")}')
+            print(f'\n{title}; median of {cfg.rounds} round{"s" * (cfg.rounds > 1)}')
+            print(speed_table(records, stage, rt.device.type == 'cuda'))
     for one in contenders if cfg.profile else ():
         print(f'\n{one.name}: one training step\n{operations(one)}')
     if cfg.json is not None:

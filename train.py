@@ -106,10 +106,10 @@ class TrainConfig:
             'muon_lr': (muon, 0.004), 'muon_momentum': (muon, 0.95), 'muon_weight_decay': (muon, 0.0), 'muon_qkv': (muon, 'fused'),
             'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else self.learning_rate / 10),
             'wsd_decay': (decay and self.schedule == 'wsd', 0.2)}
-        for name, (has_effect, _) in defaults.items():
-            if getattr(self, name) is not None and not has_effect:
-                raise UserError(f'{name}={getattr(self, name)} has no effect with optimizer={self.optimizer}, decay_lr={decay}, '
-                                f'schedule={self.schedule}; leave it out or undo it with --{name}=None')
+        if idle := [name for name, (has_effect, _) in defaults.items() if not has_effect and getattr(self, name) is not None]:
+            raise UserError(f'no effect with optimizer={self.optimizer}, decay_lr={decay}, schedule={self.schedule}: '
+                            f'{", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config file\'s with '
+                            f'{" ".join(f"--{name}=None" for name in idle)}')
         return replace(self, **{name: default for name, (has_effect, default) in defaults.items()
                                 if has_effect and getattr(self, name) is None})
 

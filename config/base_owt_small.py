@@ -16,8 +16,6 @@ warmup_iters = max_iters // 10
 
 optimizer = 'muon'  # for the matrices inside the layers, AdamW for everything else
 muon_lr = 0.004
-muon_momentum = 0.95
-muon_qkv = 'fused'
 learning_rate = 6e-4
 min_lr = learning_rate / 10
 beta1 = 0.9

@@ -4,11 +4,21 @@ Whatever asks for `update` runs once for each scheme of model.SCHEMES, and whate
 architecture a scheme allows; a scheme becomes tested by being registered there.
 """
 
+import hashlib
 import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from configurator import UserError
 from model import GPT, GPTConfig, SCHEMES
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -77,3 +87,89 @@ def relative_error(a, b):
     """max |a - b| / max |b|, and 0 where both are all zeros."""
     error = (a - b).abs().max().item()
     return error / b.abs().max().item() if error else 0.0
+
+
+# Training: a generated data folder, and train.py called in this process or in one of its own.
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=4, eval_interval=0,
+             eval_iters=2, log_interval=1, learning_rate=1e-2, device='cpu', dtype='float32', compile='False')
+ALPHABET = '\nabcdefghijkl'
+
+
+def write_data(folder, n_train=4000, n_val=700, seed=0):
+    """A prepared data folder: letters of ALPHABET, each mostly followed by the next one, so that there is something to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    meta = {'version': 1, 'tokenizer': {'kind': 'char', 'chars': list(ALPHABET)}, 'vocab_size': len(ALPHABET), 'dtype': 'uint16',
+            'tokens': {}, 'max_id': {}, 'sha256': {}, 'source': {}}
+    for split, count in (('train', n_train), ('val', n_val)):
+        ids = [0]
+        while len(ids) < count:
+            ids.append((ids[-1] + 1 if draw.random() < 0.8 else draw.randrange(99)) % len(ALPHABET))
+        data = b''.join(i.to_bytes(2, 'little') for i in ids)
+        (folder / f'{split}.bin').write_bytes(data)
+        meta['tokens'][split], meta['max_id'][split], meta['sha256'][split] = count, max(ids), hashlib.sha256(data).hexdigest()
+    (folder / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
+    return folder
+
+
+@pytest.fixture(scope='session')
+def data_folder(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp('data'))
+
+
+class Outcome(NamedTuple):
+    code: int  # as a shell would see it
+    message: str  # what the run ended with
+    records: list  # of metrics.jsonl
+
+
+def arguments(options):
+    return [f'--{key}={value}' for key, value in options.items()]
+
+
+def records(folder):
+    """The records of a run's metrics.jsonl, [] if there is none."""
+    path = Path(folder) / 'metrics.jsonl'
+    return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
+
+
+def train(data_folder, out_dir, **options):
+    """Trains the SMALL model in this process -> Outcome; options override SMALL's."""
+    import train as script
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    code, message = 0, ''
+    try:
+        script.main(arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options}))
+    except UserError as error:
+        code, message = 2, str(error)
+    except SystemExit as error:
+        code, message = (error.code, '') if isinstance(error.code, int) else (1, error.code)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Outcome(code, message, records(out_dir))
+
+
+def start_train(data_folder, out_dir, launcher=(), **options):
+    """train.py of the SMALL model in a process of its own, under `launcher` if given -> Popen with text pipes."""
+    command = [sys.executable, *launcher, str(ROOT / 'train.py')]
+    command += arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options})
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run_train(*args, **options):
+    """start_train to its end -> (exit code, stdout, stderr, records)."""
+    process = start_train(*args, **options)
+    stdout, stderr = process.communicate(timeout=100)
+    return process.returncode, stdout, stderr, records(args[1])
+
+
+@pytest.fixture(scope='session')
+def finished(data_folder, tmp_path_factory):
+    """The folder of a finished run of 6 steps; to be read only."""
+    folder = tmp_path_factory.mktemp('runs') / 'finished'
+    assert train(data_folder, folder, max_iters=6, save_interval=3).code == 0
+    return folder

@@ -1,6 +1,5 @@
 """bench.py: what takes part, what a step is, how rounds and numbers are kept. No test looks at how fast anything was."""
 import json
-import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -41,8 +40,9 @@ def test_a_scheme_may_carry_its_own_options():
 
 @pytest.mark.parametrize('text, message', [
     ('gt', 'schemes: gt: .*no scheme.*lt_nag'), ('gd:pos=ropes', "schemes: gd:pos=ropes: .*did you mean 'rope'"),
-    ('gd:poss=rope', "did you mean 'pos'"), ('gd:update=ngpt', 'update cannot stand here'), ('gd:block_size=6', 'block_size cannot'),
-    ('ngpt:tie_weights=True', 'tie_weights=True'), ('gd:rope', "unknown option 'rope'"), ('gd:', 'unknown option')])
+    ('gd:poss=rope', "did you mean 'pos'"), ('gd:update=ngpt', 'update cannot stand here'),
+    ('gd:block_size=6', 'block_size cannot'), ('ngpt:tie_weights=True', 'tie_weights=True'),
+    ('gd:rope', "unknown option 'rope'"), ('gd:', 'unknown option')])
 def test_bad_schemes_are_told(text, message):
     with pytest.raises(UserError, match=message):
         bench.main([*FLAGS, '--schemes', 'gd', text])
@@ -198,7 +198,8 @@ def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
     bench.main([*FLAGS, '--schemes=gd,ngpt:rope_base=500', '--peer=hf', '--dtype=bfloat16', '--steps=2', f'--json={path}'])
     data = json.loads(path.read_text())
     assert data.keys() == {'date', 'command', 'commit', 'machine', 'device', 'dtype', 'versions', 'config', 'results'}
-    assert data['command'] == 'python bench.py --seed=5' and data['dtype'] == 'bfloat16' and data['versions'].keys() >= {'transformers'}
+    assert data['command'] == 'python bench.py --seed=5' and data['dtype'] == 'bfloat16'
+    assert data['versions'].keys() == {'python', 'torch', 'transformers'}
     assert data['machine']['cores'] >= 1 and data['config']['schemes'] == ['gd', 'ngpt:rope_base=500']
     gd, ngpt, peer = data['results']
     assert [r['scheme'] for r in data['results']] == ['gd', 'ngpt:rope_base=500', bench.PEER]
@@ -229,5 +230,6 @@ def test_the_table_has_three_figures_whatever_the_size():
     def record(scale):
         result, = results([[scale, scale]], 1, 100)
         return {'scheme': 'gd', 'parameters': 1, 'peak_memory_bytes': None, 'train': result}
-    cells = [bench.speed_table([record(scale)], 'train', False).splitlines()[-1].split()[2] for scale in (1.23456, 0.0123456, 1.2e-6)]
-    assert cells == ['1,235', '12.3', '0.00120'] and math.isclose(float(cells[2]), 1.2e-3)
+    tables = [bench.speed_table([record(scale)], 'train', False) for scale in (1.23456, 0.0123456, 1.2e-6)]
+    cells = [table.splitlines()[-1].split()[2] for table in tables]
+    assert cells == ['1,235', '12.3', '0.00120']

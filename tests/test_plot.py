@@ -105,8 +105,8 @@ def drawn(monkeypatch, *args):
 
 
 def test_the_picture_has_a_colour_a_run_and_both_losses(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch, write_run(tmp_path / 'a'), write_run(tmp_path / 'b', 'lt_nag', 163_812_168), write_run(tmp_path / 'c'),
-                 '--smooth=0', f'--out={tmp_path}/new/curves.png')
+    axes = drawn(monkeypatch, write_run(tmp_path / 'a'), write_run(tmp_path / 'b', 'lt_nag', 163_812_168),
+                 write_run(tmp_path / 'c'), '--smooth=0', f'--out={tmp_path}/new/curves.png')
     assert (tmp_path / 'new/curves.png').read_bytes().startswith(b'\x89PNG')
     train, val = axes.lines[::2], axes.lines[1::2]
     assert [line.get_color() for line in train] == [line.get_color() for line in val] and len({v.get_color() for v in val}) == 3
@@ -120,7 +120,8 @@ def test_the_picture_has_a_colour_a_run_and_both_losses(tmp_path, monkeypatch):
 
 
 def test_time_is_tokens_over_speed_without_evaluations(tmp_path, monkeypatch):
-    axes = drawn(monkeypatch, write_run(tmp_path / 'a', evals=[(0, 4.0), (55, 2.5), (100, 2.6)]), '--x=time', f'--out={tmp_path}/c.svg')
+    folder = write_run(tmp_path / 'a', evals=[(0, 4.0), (55, 2.5), (100, 2.6)])
+    axes = drawn(monkeypatch, folder, '--x=time', f'--out={tmp_path}/c.svg')
     minutes = [100 * i / 60 for i in range(1, 10)] + [(900 + 10_000 / 900) / 60]
     assert axes.lines[0].get_xdata() == pytest.approx(minutes)
     assert axes.lines[1].get_xdata() == pytest.approx([0, 550 / 60, minutes[-1]])

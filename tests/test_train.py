@@ -1,0 +1,595 @@
+"""The training loop: that it learns, counts, resumes bitwise, refuses what contradicts, and loses nothing when stopped."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+import checkpoint
+import train as script
+from checkpoint import read
+from configurator import UserError
+from conftest import ALPHABET, run_train, start_train, train, write_data
+from model import GPT, SCHEMES
+
+NOT_COMPARED = ('tokens_per_s',)
+
+
+def is_training(record):
+    return 'loss' in record
+
+
+def is_evaluation(record):
+    return 'val_loss' in record
+
+
+def metrics(outcome_or_records, after=0):
+    """Training and evaluation records past a step, without what no two runs share."""
+    found = getattr(outcome_or_records, 'records', outcome_or_records)
+    return [{key: value for key, value in record.items() if key not in NOT_COMPARED} for record in found
+            if 'config' not in record and record['step'] > after]
+
+
+def essence(path):
+    """What a run is, of its checkpoint: everything that goes on mattering."""
+    state = read(path)
+    return {key: checkpoint.digest(state[key]) for key in ('model', 'optimizer', 'scaler', 'step', 'best_val_loss', 'skipped', 'rng', 'data')}
+
+
+def contents(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())} if folder.exists() else None
+
+
+def goes_on(folder, source, name='ckpt-00000004.pt'):
+    """A folder as it was when its run was killed after the checkpoint `name` of `source`, some records later."""
+    folder.mkdir()
+    shutil.copy(source / name, folder / 'ckpt.pt')
+    shutil.copy(source / 'metrics.jsonl', folder)
+    return folder
+
+
+# that it trains
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_thirty_steps_lower_the_loss(update, optimizer, data_folder, tmp_path):
+    outcome = train(data_folder, tmp_path, update=update, optimizer=optimizer, max_iters=30, eval_interval=30)
+    start, end = [record for record in outcome.records if is_evaluation(record)]
+    assert outcome.code == 0 and (start['step'], end['step']) == (0, 30)
+    assert abs(start['val_loss'] - math.log(len(ALPHABET))) < 0.2  # a fresh model knows nothing
+    assert end['val_loss'] < start['val_loss'] - 0.1 and end['train_loss'] < start['train_loss'] - 0.1
+
+
+@pytest.mark.parametrize('max_iters', [0, 1, 7])
+def test_max_iters_is_the_number_of_updates(max_iters, data_folder, tmp_path, monkeypatch):
+    steps = []
+    multiplier = script.lr_multiplier
+    monkeypatch.setattr(script, 'lr_multiplier', lambda step, cfg: steps.append(step) or multiplier(step, cfg))
+    outcome = train(data_folder, tmp_path, max_iters=max_iters, eval_interval=5)
+    assert steps == list(range(max_iters))
+    assert [record['step'] for record in outcome.records if is_training(record)] == list(range(1, max_iters + 1))
+    assert [record['step'] for record in outcome.records if is_evaluation(record)] == sorted({0, max_iters} | {5} & set(range(max_iters)))
+    assert read(tmp_path / 'ckpt.pt')['step'] == max_iters  # also where no evaluation falls on the end
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_the_first_update_changes_every_weight(optimizer, data_folder, tmp_path):
+    train(data_folder, tmp_path / 'a', optimizer=optimizer, max_iters=0)
+    train(data_folder, tmp_path / 'b', optimizer=optimizer, max_iters=1)
+    before, after = (read(tmp_path / name / 'ckpt.pt')['model'] for name in 'ab')
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_records(data_folder, tmp_path):
+    outcome = train(data_folder, tmp_path, max_iters=5, log_interval=2, eval_interval=3, seed=5, optimizer='muon')
+    first, *rest = outcome.records
+    assert first['config']['seed'] == 5 and first['config']['update'] == 'lt_nag' and first['config']['muon_lr'] == 0.004
+    assert first['params'] == sum(w.numel() for name, w in read(tmp_path / 'ckpt.pt')['model'].items() if name != 'lm_head.weight')
+    assert first['torch'] == torch.__version__ and 'commit' in first
+    assert [(record['step'], is_evaluation(record)) for record in rest] == [(0, True), (2, False), (3, True), (4, False), (5, True)]
+    for record in rest:
+        assert record['tokens'] == record['step'] * 4 * 2 * 16
+        assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
+        if is_training(record):
+            assert {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} <= record.keys() and record['lr'] > 0
+        else:
+            assert {'step', 'tokens', 'train_loss', 'val_loss'} <= record.keys()
+
+
+def test_accumulation_is_one_larger_batch(data_folder, tmp_path):
+    """Losses and gradient norms of 4 x 2 and of 8 x 1 sequences agree: the loss is a mean, whatever the split."""
+    a, b = (train(data_folder, tmp_path / str(accum), batch_size=8 // accum, gradient_accumulation_steps=accum, optimizer='adamw',
+                  max_iters=5) for accum in (1, 4))
+    for one, other in zip(metrics(a), metrics(b)):
+        for key in one.keys() & {'loss', 'grad_norm'}:
+            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+
+def test_the_gradient_is_clipped(data_folder, tmp_path, monkeypatch):
+    seen = []
+
+    def watched(model, cfg, *args):
+        optimizer = make(model, cfg, *args)
+        step = optimizer.step
+        optimizer.step = lambda: (seen.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()), step())
+        return optimizer
+    make = script.configure_optimizer
+    monkeypatch.setattr(script, 'configure_optimizer', watched)
+    outcome = train(data_folder, tmp_path / 'a', grad_clip=1e-3, max_iters=3)
+    assert seen == pytest.approx([1e-3] * 3, rel=1e-2)
+    assert all(record['grad_norm'] > 0.01 for record in outcome.records if is_training(record))  # as it was before
+    seen.clear()
+    outcome = train(data_folder, tmp_path / 'b', grad_clip=0.0, max_iters=3)
+    assert seen == pytest.approx([record['grad_norm'] for record in outcome.records if is_training(record)], rel=1e-4)
+
+
+def test_the_rate_in_the_records_is_the_schedules(data_folder, tmp_path):
+    outcome = train(data_folder, tmp_path, max_iters=4, warmup_iters=1, learning_rate=1.0, min_lr=0.0, decay_lr=True, optimizer='adamw')
+    rates = [record['lr'] for record in outcome.records if is_training(record)]
+    assert rates == pytest.approx([0.5, 1.0, 0.75, 0.25])
+
+
+# the same data for all
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Whatever batches the training mode of any model sees, as lists."""
+    found = []
+    forward = GPT.forward
+
+    def watched(self, idx, targets=None, **kwargs):
+        if self.training:
+            found.append((idx.tolist(), targets.tolist()))
+        return forward(self, idx, targets, **kwargs)
+    monkeypatch.setattr(GPT, 'forward', watched)
+    return found
+
+
+def test_every_scheme_and_cadence_reads_the_same_batches(seen, data_folder, tmp_path):
+    runs = [dict(update=update) for update in SCHEMES] + [
+        dict(eval_interval=1), dict(eval_interval=2, eval_iters=5), dict(save_interval=1, log_interval=3), dict(optimizer='adamw'),
+        dict(dropout=0.2), dict(n_layer=2, n_embd=32), dict(eval_only=False, full_eval=True, eval_interval=2)]
+    orders = []
+    for i, options in enumerate(runs):
+        train(data_folder, tmp_path / str(i), **options)
+        orders.append(list(seen))
+        seen.clear()
+    assert len(orders[0]) == 4 * 2
+    assert [i for i, order in enumerate(orders) if order != orders[0]] == []
+
+
+def test_seeds_read_other_batches_and_start_elsewhere(seen, data_folder, tmp_path):
+    train(data_folder, tmp_path / 'a', seed=1, max_iters=1)
+    one = list(seen)
+    seen.clear()
+    train(data_folder, tmp_path / 'b', seed=2, max_iters=1)
+    assert one != seen
+    a, b = (read(tmp_path / name / 'ckpt.pt')['model']['transformer.h.0.attn.c_attn.weight'] for name in 'ab')
+    assert (a - b).abs().max() > 0.01
+
+
+def test_evaluation_leaves_the_run_as_it_was(data_folder, tmp_path):
+    """Dropout included: no draw of it happens in an evaluation, and the windows are always the same ones."""
+    a = train(data_folder, tmp_path / 'a', eval_interval=1, dropout=0.3)
+    b = train(data_folder, tmp_path / 'b', eval_interval=0, dropout=0.3)
+    c = train(data_folder, tmp_path / 'c', eval_interval=2, dropout=0.3, eval_iters=4, full_eval=True)
+    by_step = [{record['step']: (record['loss'], record['grad_norm']) for record in run.records if is_training(record)} for run in (a, b, c)]
+    assert by_step[0] == by_step[1] == by_step[2]
+    assert essence(tmp_path / 'a' / 'ckpt.pt')['model'] == essence(tmp_path / 'b' / 'ckpt.pt')['model']
+
+
+def test_full_eval_counts_every_window_once(data_folder, tmp_path):
+    """Whatever batch size cuts them up, a short last batch included, the mean over all windows of val is the same."""
+    losses = [train(data_folder, tmp_path / str(size), batch_size=size, full_eval=True, eval_interval=0, max_iters=0).records[-1]['val_loss']
+              for size in (1, 5, 43)]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+
+
+# resuming
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(update, optimizer, data_folder, tmp_path):
+    options = dict(update=update, optimizer=optimizer, max_iters=7, save_interval=4, eval_interval=3, log_interval=2, seed=3)
+    if not SCHEMES[update][0].normalized:
+        options['dropout'] = 0.2
+    whole = train(data_folder, tmp_path / 'whole', keep_last=2, **options)
+    assert whole.code == 0
+    folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
+    resumed = train(data_folder, folder, init_from='resume', keep_last=2, **options)
+    assert resumed.code == 0
+    assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt')
+    assert metrics(resumed) == metrics(whole)  # each record once, none lost
+
+
+@pytest.mark.parametrize('options', [dict(muon_qkv='split'), dict(schedule='wsd', decay_lr=True), dict(dtype='bfloat16', dropout=0.1)], ids=str)
+def test_resume_is_bitwise_with_other_options(options, data_folder, tmp_path):
+    options = dict(max_iters=7, save_interval=4, **options)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
+    resumed = train(data_folder, folder, init_from='resume', **options)
+    assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt') and metrics(resumed) == metrics(whole)
+
+
+def test_auto_starts_and_resumes(data_folder, tmp_path, capsys):
+    options = dict(init_from='auto', max_iters=7, save_interval=4)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
+    capsys.readouterr()
+    assert metrics(train(data_folder, folder, **options)) == metrics(whole)
+    assert 'resumed' in capsys.readouterr().out
+    assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt')
+
+
+def test_a_longer_run_from_a_finished_one(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    outcome = train(data_folder, tmp_path / 'out', init_from='resume', max_iters=9)
+    assert outcome.code == 0
+    assert [record['step'] for record in outcome.records if is_training(record)] == list(range(1, 10))
+    assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 9
+
+
+def test_a_resume_of_a_finished_run_changes_no_weight(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=6).code == 0
+    assert essence(tmp_path / 'out' / 'ckpt.pt') == essence(finished / 'ckpt.pt')
+    assert metrics(train(data_folder, tmp_path / 'out', init_from='resume', max_iters=6)) == metrics(
+        [json.loads(line) for line in (finished / 'metrics.jsonl').read_text().splitlines()])
+
+
+def test_resume_keeps_the_options_that_are_not_given(data_folder, tmp_path):
+    train(data_folder, tmp_path, max_iters=2, learning_rate=0.003, beta2=0.9, seed=8)
+    argv = ['--init_from=resume', f'--out_dir={tmp_path}', f'--dataset={data_folder}', '--max_iters=3']
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    script.main(argv)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    config = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines() if 'config' in line][-1]['config']
+    assert (config['learning_rate'], config['beta2'], config['seed'], config['max_iters'], config['n_embd']) == (0.003, 0.9, 8, 3, 16)
+
+
+def test_a_run_that_moved_goes_on_in_its_new_place(data_folder, tmp_path, monkeypatch):
+    """The folder is where the checkpoint was read, also if that is the default one: never where the run was before."""
+    train(data_folder, tmp_path / 'old', max_iters=2)
+    (tmp_path / 'old').rename(tmp_path / 'out')
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        script.main(['--init_from=resume', '--max_iters=3'])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not (tmp_path / 'old').exists()
+    assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 3
+
+
+def test_a_damaged_checkpoint_resumes_from_the_one_before(data_folder, tmp_path, capsys):
+    options = dict(max_iters=6, save_interval=2, keep_last=2)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'out')
+    os.truncate(tmp_path / 'out' / 'ckpt.pt', 1000)
+    resumed = train(data_folder, tmp_path / 'out', init_from='resume', **options)
+    assert resumed.code == 0 and 'falling back' in capsys.readouterr().err
+    assert essence(tmp_path / 'out' / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt') and metrics(resumed) == metrics(whole)
+
+
+@pytest.mark.parametrize('tail', ['{"step": 6, "lo', '{"step": 6, "lrs": {"norms": 0.1}', '{"step": 6, "to{"step": 6, "loss": 2.0}', '7}', '\0\0\0', '[]'])
+def test_a_damaged_line_of_metrics_does_not_stop_a_resume(data_folder, tmp_path, finished, tail):
+    """A kill or a full disk can cut a line anywhere; the checkpoint is what counts."""
+    shutil.copytree(finished, tmp_path / 'out')
+    with open(tmp_path / 'out' / 'metrics.jsonl', 'a', encoding='utf-8') as file:
+        file.write(tail)
+    outcome = train(data_folder, tmp_path / 'out', init_from='resume', max_iters=7)
+    assert outcome.code == 0
+    assert [record['step'] for record in outcome.records if is_training(record)] == list(range(1, 8))
+
+
+# what contradicts is refused, and nothing is touched
+
+@pytest.mark.parametrize('options, message', [
+    (dict(n_layer=2), 'n_layer=2.* 1'), (dict(n_embd=32), 'n_embd=32.* 16'), (dict(block_size=8), 'block_size=8.* 16'),
+    (dict(update='gd'), 'update=gd.*lt_nag'), (dict(dropout=0.5), 'dropout=0.5'), (dict(bias=True), 'bias=True'), (dict(vocab_size=20), 'vocab_size=20'),
+    (dict(seed=1), 'seed=1.*1337'), (dict(optimizer='adamw'), 'optimizer=adamw.*muon'), (dict(muon_qkv='split'), 'muon_qkv=split'),
+    (dict(batch_size=8), 'sequences=16.*8'), (dict(gradient_accumulation_steps=1), 'sequences=4.*8'),
+], ids=str)
+def test_a_resume_that_would_continue_another_run_is_refused(options, message, data_folder, finished):
+    before = contents(finished)
+    outcome = train(data_folder, finished, init_from='resume', **{'max_iters': 9, **options})
+    assert outcome.code == 2 and contents(finished) == before
+    assert re.search(message, outcome.message), outcome.message
+
+
+def test_the_same_sequences_an_update_in_other_pieces_may_resume(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=7, batch_size=2, gradient_accumulation_steps=4).code == 0
+
+
+@pytest.mark.parametrize('init_from', ['resume', 'auto'])
+def test_other_data_is_refused_on_resume(init_from, finished, tmp_path):
+    other, before = write_data(tmp_path / 'other', seed=9), contents(finished)
+    outcome = train(other, finished, init_from=init_from, max_iters=9)
+    assert outcome.code == 2 and 'not the data of the run' in outcome.message and contents(finished) == before
+
+
+@pytest.mark.parametrize('name', ['ckpt.pt', 'best.pt', 'metrics.jsonl'])
+def test_a_new_run_does_not_delete_an_old_one(name, data_folder, tmp_path):
+    (tmp_path / name).write_text('old')
+    outcome = train(data_folder, tmp_path)
+    assert outcome.code == 2 and name in outcome.message and '--overwrite' in outcome.message
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == 'old'
+
+
+def test_overwrite_leaves_nothing_of_the_old_run(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    (tmp_path / 'out' / 'notes.txt').write_text('mine')
+    outcome = train(data_folder, tmp_path / 'out', overwrite=True, max_iters=1, keep_last=0)
+    assert outcome.code == 0 and [record['step'] for record in outcome.records if 'config' not in record] == [1, 1]
+    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == ['best.pt', 'ckpt.pt', 'metrics.jsonl', 'notes.txt']
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(init_from='resume'), 'no ckpt.pt in'), (dict(init_from='gpt3'), 'neither a checkpoint'), (dict(init_from='missing.pt'), 'neither a checkpoint'),
+    (dict(dataset='no-such-set'), 'no-such-set'), (dict(vocab_size=5), 'vocab_size=5.*13'), (dict(block_size=5000), 'val.bin|train.bin'),
+    (dict(device='warp'), 'device=warp'), (dict(device='cuda:99'), 'device=cuda:99'), (dict(dtype='float16'), 'float16'),
+    (dict(n_embd=17), 'not divisible'), (dict(update='adam'), 'adam'), (dict(learning_rate=0), 'learning_rate'), (dict(batch_size=0), 'batch_size'),
+    (dict(eval_iters=0), 'eval_iters'), (dict(max_iters=-1), 'max_iters'), (dict(log_interval=-1), 'log_interval'), (dict(min_lr=1.0), 'min_lr'),
+    (dict(beta2=1.0), 'beta2'), (dict(n_layers=2), "did you mean 'n_layer'"),
+    (dict(optimizer='adamw', muon_lr=0.1), 'muon_lr=0.1 has no effect'), (dict(optimizer='adamw', muon_momentum=0.9), 'muon_momentum'),
+    (dict(optimizer='adamw', muon_weight_decay=0.1), 'muon_weight_decay'), (dict(optimizer='adamw', muon_qkv='split'), 'muon_qkv'),
+    (dict(decay_lr=False, min_lr=0.0), 'min_lr=0.0 has no effect'), (dict(decay_lr=False, lr_decay_iters=9), 'lr_decay_iters'),
+    (dict(wsd_decay=0.1), 'wsd_decay'), (dict(decay_lr=False, schedule='wsd', wsd_decay=0.1), 'wsd_decay'),
+    (dict(update='gd', mu_init=0.3), 'mu_init'), (dict(update='ngpt', dropout=0.1), 'dropout'), (dict(backend='nccl', zero=True), ''),
+], ids=str)
+def test_mistakes_are_told_before_anything_is_written(options, message, data_folder, tmp_path):
+    options = {'dataset': data_folder, **options}
+    outcome = train(options.pop('dataset'), tmp_path / 'out', **options)
+    assert outcome.code == 2 and re.search(message, outcome.message), outcome
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('accumulation, processes, nearest', [(2, 4, 4), (5, 2, 4), (40, 16, 32), (41, 8, 40)])
+def test_accumulation_must_divide_among_the_processes(accumulation, processes, nearest, data_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', str(processes))
+    monkeypatch.setenv('RANK', '0')
+    outcome = train(data_folder, tmp_path / 'out', gradient_accumulation_steps=accumulation)
+    assert outcome.code == 2 and not (tmp_path / 'out').exists()
+    assert f'={accumulation} ' in outcome.message and f' {processes} ' in outcome.message and outcome.message.endswith(f': {nearest}')
+
+
+def test_a_world_size_without_a_rank_is_one_process(data_folder, tmp_path, monkeypatch):
+    """Only torchrun's RANK makes a process one of several; a stray WORLD_SIZE must not divide the batch or the loss."""
+    expected = train(data_folder, tmp_path / 'a')
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert metrics(train(data_folder, tmp_path / 'b')) == metrics(expected)
+
+
+# what is saved, and when
+
+def test_eval_only_writes_nothing(data_folder, finished, tmp_path, capsys):
+    before = contents(finished)
+    for init_from in ('resume', 'auto', str(finished / 'best.pt'), 'scratch'):
+        assert train(data_folder, finished, init_from=init_from, eval_only=True).code == 0
+        assert 'val loss' in capsys.readouterr().out
+    assert contents(finished) == before
+    assert train(data_folder, tmp_path / 'out', eval_only=True).code == 0
+    assert not (tmp_path / 'out').exists()
+
+
+def test_eval_only_gives_the_losses_of_the_run(data_folder, finished, capsys):
+    last = [json.loads(line) for line in (finished / 'metrics.jsonl').read_text().splitlines()][-1]
+    capsys.readouterr()
+    train(data_folder, finished, init_from='resume', eval_only=True)
+    assert 'train loss {train_loss:.4f}, val loss {val_loss:.4f}'.format(**last) in capsys.readouterr().out
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """(step, whether best) of each checkpoint."""
+    found = []
+    save = checkpoint.Saver.save
+    monkeypatch.setattr(checkpoint.Saver, 'save', lambda self, state, best=False: found.append((state['step'], best)) or save(self, state, best))
+    return found
+
+
+@pytest.fixture
+def val_losses(monkeypatch):
+    """Makes evaluations return these losses in turn (train and val the same)."""
+    def set_losses(*losses):
+        queue = [loss for loss in losses for _ in range(2)]
+        monkeypatch.setattr(script, 'evaluate', lambda *args: queue.pop(0))
+    return set_losses
+
+
+def test_saves_only_improvements_if_asked(saves, val_losses, data_folder, tmp_path):
+    val_losses(9.0, 3.0, 4.0, 2.0, 5.0)
+    train(data_folder, tmp_path, max_iters=4, eval_interval=1, always_save_checkpoint=False)
+    assert saves == [(1, True), (3, True), (4, False)]  # the final one always
+    assert read(tmp_path / 'best.pt')['step'] == 3 and read(tmp_path / 'best.pt')['best_val_loss'] == 2.0
+    assert read(tmp_path / 'ckpt.pt')['best_val_loss'] == 2.0  # not overwritten by a later, worse one
+
+
+def test_saves_at_every_evaluation_by_default(saves, val_losses, data_folder, tmp_path):
+    val_losses(9.0, 3.0, 4.0, 2.0, 5.0)
+    train(data_folder, tmp_path, max_iters=4, eval_interval=1)
+    assert saves == [(1, True), (2, False), (3, True), (4, False)]
+    assert read(tmp_path / 'best.pt')['step'] == 3 and read(tmp_path / 'ckpt.pt')['step'] == 4
+
+
+def test_save_interval_apart_from_evaluation(saves, data_folder, tmp_path):
+    train(data_folder, tmp_path, max_iters=7, save_interval=3)
+    assert [step for step, _ in saves] == [3, 6, 7]
+
+
+def test_a_failing_save_does_not_end_the_run(data_folder, tmp_path, monkeypatch, capsys):
+    save, calls = torch.save, []
+
+    def failing(state, file):
+        calls.append(state['step'])
+        if state['step'] == 2:
+            raise OSError(28, 'No space left on device')
+        save(state, file)
+    monkeypatch.setattr(torch, 'save', failing)
+    outcome = train(data_folder, tmp_path / 'a', save_interval=2, max_iters=5)
+    assert outcome.code == 0 and 'No space left' in capsys.readouterr().err and read(tmp_path / 'a' / 'ckpt.pt')['step'] == 5
+    monkeypatch.setattr(torch, 'save', lambda *args: failing({'step': 2}, None))
+    outcome = train(data_folder, tmp_path / 'b')
+    assert outcome.code == 1 and 'final checkpoint could not be written' in outcome.message  # not a silent loss
+
+
+# stopping
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_a_resume_is_bitwise(number, data_folder, tmp_path, monkeypatch, capsys):
+    options = dict(max_iters=6, eval_interval=4, dropout=0.1, gradient_accumulation_steps=2)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    multiplier = script.lr_multiplier
+
+    def signalling(step, cfg):
+        if step == 2:
+            os.kill(os.getpid(), number)
+        return multiplier(step, cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, 'lr_multiplier', signalling)
+        stopped = train(data_folder, tmp_path / 'out', **options)
+    assert stopped.code == script.STOPPED == 75
+    assert 'resume' in capsys.readouterr().out and read(tmp_path / 'out' / 'ckpt.pt')['step'] == 3  # the step was finished
+    resumed = train(data_folder, tmp_path / 'out', init_from='auto', **options)
+    assert resumed.code == 0 and metrics(resumed) == metrics(whole)
+    assert essence(tmp_path / 'out' / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt')
+
+
+def test_a_second_interrupt_stops_at_once(data_folder, tmp_path, monkeypatch):
+    def signalling(step, cfg):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        pytest.fail('went on')
+    monkeypatch.setattr(script, 'lr_multiplier', signalling)
+    with pytest.raises(KeyboardInterrupt):
+        train(data_folder, tmp_path)
+
+
+def test_a_signal_to_the_program(data_folder, tmp_path):
+    process = start_train(data_folder, tmp_path, max_iters=10**6)
+    try:
+        deadline = time.time() + 60
+        while time.time() < deadline and not ((tmp_path / 'metrics.jsonl').exists() and '"loss"' in (tmp_path / 'metrics.jsonl').read_text()):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75 and 'SIGTERM: saved step' in stdout and 'Traceback' not in stderr
+    assert read(tmp_path / 'ckpt.pt')['step'] > 0
+
+
+def test_a_users_mistake_is_one_line_of_the_program(data_folder, tmp_path):
+    code, stdout, stderr, _ = run_train(data_folder, tmp_path / 'out', n_embd=17)
+    assert code == 2 and stdout == '' and stderr.startswith('error: n_embd=17') and stderr.count('\n') == 1
+
+
+# gradients that are not finite
+
+@pytest.fixture
+def bad_gradients(monkeypatch):
+    """Makes one entry of one weight's gradient `value` in the given updates (from 0)."""
+    def set_bad(steps, value):
+        multiplier, make, now = script.lr_multiplier, script.configure_optimizer, []
+
+        def configure(model, *args):
+            def spoil(grad):
+                return grad.index_fill(0, torch.tensor([0]), value) if now[-1] in steps else grad
+            model.transformer.h[0].mlp.c_fc.weight.register_hook(spoil)
+            return make(model, *args)
+        monkeypatch.setattr(script, 'configure_optimizer', configure)
+        monkeypatch.setattr(script, 'lr_multiplier', lambda step, cfg: now.append(step) or multiplier(step, cfg))
+    return set_bad
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('value', [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(value, optimizer, bad_gradients, data_folder, tmp_path, capsys):
+    bad_gradients({2}, value)
+    outcome = train(data_folder, tmp_path, optimizer=optimizer, max_iters=5, save_interval=1, keep_last=5)
+    assert outcome.code == 0 and 'step 2' in capsys.readouterr().out
+    weights = [essence(tmp_path / f'ckpt-{step:08d}.pt') for step in (1, 2, 3, 4)]
+    assert (weights[1]['model'], weights[1]['optimizer']) == (weights[2]['model'], weights[2]['optimizer'])
+    assert len({one['model'] for one in weights}) == 3
+    assert all(w.isfinite().all() for w in read(tmp_path / 'ckpt.pt')['model'].values())
+    assert [record['skipped'] for record in outcome.records if is_training(record)] == [0, 0, 1, 0, 0]
+
+
+def test_too_many_in_a_row_end_the_run(bad_gradients, data_folder, tmp_path):
+    bad_gradients({1, 3, 4, 5, 6, 7}, math.nan)
+    outcome = train(data_folder, tmp_path, max_iters=9, max_skipped=3, save_interval=1)
+    assert outcome.code == 1 and 'step 6' in outcome.message and '3 updates in a row' in outcome.message
+    assert all(w.isfinite().all() for w in read(tmp_path / 'ckpt.pt')['model'].values())
+
+
+def test_the_count_of_skipped_updates_survives_a_resume(bad_gradients, data_folder, tmp_path):
+    bad_gradients(set(range(1, 99)), math.nan)
+    train(data_folder, tmp_path, max_iters=3, max_skipped=4, learning_rate=1e-2)
+    outcome = train(data_folder, tmp_path, init_from='resume', max_iters=9, max_skipped=4)
+    assert outcome.code == 1 and 'step 5' in outcome.message
+
+
+# starting from weights
+
+def test_finetuning_from_best(data_folder, finished, tmp_path):
+    outcome = train(data_folder, tmp_path / 'out', init_from=finished / 'best.pt', max_iters=0, dropout=0.1)
+    assert outcome.code == 0 and outcome.records[0]['config']['dropout'] == 0.1
+    start = read(finished / 'best.pt')
+    assert checkpoint.digest(read(tmp_path / 'out' / 'ckpt.pt')['model']) == checkpoint.digest(start['model'])
+    assert outcome.records[-1]['val_loss'] == pytest.approx(start['best_val_loss'])
+    train(data_folder, tmp_path / 'more', init_from=finished / 'best.pt', max_iters=2)
+    assert [record['step'] for record in train(data_folder, tmp_path / 'more', init_from='resume').records if is_training(record)] == [1, 2, 3, 4]
+
+
+def test_finetuning_with_another_tokenizer_is_refused(data_folder, finished, tmp_path):
+    other = write_data(tmp_path / 'other')
+    meta = json.loads((other / 'meta.json').read_text())
+    meta['tokenizer']['chars'] = meta['tokenizer']['chars'][::-1]
+    (other / 'meta.json').write_text(json.dumps(meta))
+    outcome = train(other, tmp_path / 'out', init_from=finished / 'best.pt')
+    assert outcome.code == 2 and 'tokenizer' in outcome.message and not (tmp_path / 'out').exists()
+
+
+def test_gpt2_with_characters_is_refused(data_folder, tmp_path, monkeypatch):
+    """GPT-2's weights know GPT-2's tokens; the ids of characters are in range and would train on nonsense."""
+    monkeypatch.setattr(GPT, 'from_pretrained', classmethod(lambda cls, name, **overrides: script.GPT(script.GPTConfig(
+        update='gd', n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=50257, **overrides))))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with pytest.raises(UserError, match='tokenizer'):
+            script.main(['--init_from=gpt2', f'--dataset={data_folder}', f'--out_dir={tmp_path}/out', '--max_iters=1', '--device=cpu',
+                         '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_iters=1'])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not (tmp_path / 'out').exists()
+
+
+# other programs
+
+def test_wandb_offline(data_folder, tmp_path, monkeypatch):
+    pytest.importorskip('wandb')
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    assert train(data_folder, tmp_path, wandb_log=True, max_iters=2).code == 0
+    assert read(tmp_path / 'ckpt.pt')['wandb_id']
+
+
+def test_a_compiled_run_saves_plain_names(data_folder, tmp_path, monkeypatch):
+    """Compiled or not, a checkpoint has the same keys and continues the other."""
+    monkeypatch.setattr(script.runtime, 'compile_model', lambda model, mode, rt: model.compile(backend='aot_eager') or True)
+    torch._dynamo.reset()
+    assert train(data_folder, tmp_path / 'a', max_iters=2, n_layer=1).code == 0
+    torch._dynamo.reset()
+    monkeypatch.undo()
+    assert train(data_folder, tmp_path / 'b', max_iters=2).code == 0
+    assert read(tmp_path / 'a' / 'ckpt.pt')['model'].keys() == read(tmp_path / 'b' / 'ckpt.pt')['model'].keys()
+    assert train(data_folder, tmp_path / 'a', init_from='resume', max_iters=3).code == 0
