@@ -131,8 +131,8 @@ class JointOptimizer:
 
     def state_dict(self):
         """{parameter name: {state name: tensor}}, whole on rank 0. All ranks must take part if they share the work."""
-        state = {self.names[p]: {key: value.full_tensor() if isinstance(value, DTensor) else value
-                                 for key, value in of[p].items()} for of, params in self.local_states() for p in params if p in of}
+        state = {self.names[p]: {key: whole(value) for key, value in of[p].items()}
+                 for of, params in self.local_states() for p in params if p in of}
         if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in self.optimizers):
             shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(state, shares)
@@ -148,6 +148,11 @@ class JointOptimizer:
             for p in params:
                 if self.names[p] in state:
                     of[p] = {key: like(value, p) if value.dim() else value.clone() for key, value in state[self.names[p]].items()}
+
+
+def whole(value):
+    """A sharded tensor put together in main memory, any other as it is."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def like(value, p):

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
+import parallel
 import runtime
 from checkpoint import PRETRAINED
 from configurator import UserError, at_least, between, build, convert, parse, run
@@ -72,6 +72,7 @@ class TrainConfig:
     # evaluation, logging, checkpoints
     eval_interval: int = 1000  # updates between evaluations; 0: only at the end
     eval_iters: int = 200  # batches of each split in an evaluation, always the same windows
+    eval_batch_size: int = 12  # their sequences; apart from batch_size, so that splitting an update otherwise changes no evaluation
     full_eval: bool = False  # evaluate on every window of val
     eval_only: bool = False  # one evaluation, nothing written
     log_interval: int = 10  # updates between training records; 0: none
@@ -84,17 +85,21 @@ class TrainConfig:
     wandb_run_name: str = ''  # default: the name of out_dir
     # system
     zero: bool = False  # share the optimizer's state and work among the processes; the same result
+    parallel: Literal['ddp', 'fsdp'] = 'ddp'  # every process holds the model, or a shard of it
+    activation_checkpointing: bool = False  # compute each layer twice rather than keep its activations
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, log_interval=0,
+        at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, eval_batch_size=1, log_interval=0,
                  save_interval=0, keep_last=0, max_skipped=1, seed=0, warmup_iters=0, lr_decay_iters=1, weight_decay=0,
                  muon_weight_decay=0, grad_clip=0, min_lr=0)
         between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
                 beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
+        if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
+            raise UserError('parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile')
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
 
@@ -282,8 +287,12 @@ def main(argv):
     # device and processes
     rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
     torch.manual_seed(cfg.seed + rt.rank)  # dropout: each rank its own; the weights are drawn already, the same on all
+    if cfg.activation_checkpointing:
+        parallel.checkpoint_activations(model)
+    if cfg.parallel == 'fsdp':
+        parallel.shard(model, rt)
     model.to(rt.device)
-    compiled = runtime.compile_model(model, cfg.compile, rt)
+    compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
     local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
     for name, one in (('model', model.cfg), ('run', cfg)):
         rt.print(f'{name}:', ' '.join(f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')))
@@ -294,9 +303,9 @@ def main(argv):
              f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens')
 
     def losses():
-        count = cfg.eval_iters * cfg.batch_size
-        return {'train_loss': evaluate(model, train_split, count, cfg.batch_size, rt),
-                'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, cfg.batch_size, rt)}
+        count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
+        return {'train_loss': evaluate(model, train_split, count, size, rt),
+                'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt)}
 
     if cfg.eval_only:
         rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses()))
@@ -326,15 +335,14 @@ def main(argv):
         saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, last_step=step if resumed else None)
 
     def save(best):
-        rng, optimizer_state = rt.gather(runtime.rng_state(rt.device)), optimizer.state_dict()
+        rng, optimizer_state, weights = rt.gather(runtime.rng_state(rt.device)), optimizer.state_dict(), parallel.whole_state(model)
         if rt.is_main:
-            saver.save({'version': checkpoint.VERSION, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step,
+            saver.save({'version': checkpoint.VERSION, 'model': weights, 'gpt_config': asdict(model.cfg), 'step': step,
                         'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer_state,
                         'scaler': scaler.state_dict(), 'train_config': asdict(options), 'skipped': skipped, 'rng': rng,
                         'data': meta['sha256'], 'wandb_id': metrics.wandb_id}, best)
 
-    ddp = model if not rt.distributed else DistributedDataParallel(
-        model, device_ids=[rt.device] if rt.device.type == 'cuda' else None, gradient_as_bucket_view=True)
+    trained = parallel.replicate(model, rt)
     batches = iter(TrainLoader(train_split, cfg.batch_size, accum_steps, cfg.seed, step, rt.rank, rt.world_size, rt.device))
     signals, seconds = Signals(), 0.0
     bar = tqdm(total=cfg.max_iters, initial=step, desc=model.cfg.update, unit='step', disable=None if rt.is_main else True)
@@ -367,14 +375,14 @@ def main(argv):
         loss = torch.zeros((), device=rt.device)
         for micro_step in range(local_accum_steps):
             x, y = next(batches)
-            sync = micro_step == local_accum_steps - 1 or not rt.distributed
-            with contextlib.nullcontext() if sync else ddp.no_sync():  # gradients cross the network once an update
+            last = micro_step == local_accum_steps - 1  # gradients cross the network once an update
+            with contextlib.nullcontext() if last else parallel.only_local(trained):
                 with rt.autocast():
-                    _, micro_loss = ddp(x, y)
-                scaler.scale(micro_loss / local_accum_steps).backward()  # DDP averages over the ranks
+                    _, micro_loss = trained(x, y)
+                scaler.scale(micro_loss / local_accum_steps).backward()  # averaged over the ranks, so divided by this one's count
             loss += micro_loss.detach() / local_accum_steps
         scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()  # waits for the GPU
+        grad_norm = parallel.clip_grad_norm(model, cfg.grad_clip or math.inf)  # waits for the GPU
         if math.isfinite(grad_norm):
             optimizer.step()
             skipped = 0

@@ -135,20 +135,25 @@ def records(folder):
     return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
 
 
-def train(data_folder, out_dir, **options):
-    """Trains the SMALL model in this process -> Outcome; options override SMALL's."""
-    import train as script
+def call(main, argv):
+    """(exit code, last message) of a script's main in this process; signal handlers are put back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    code, message = 0, ''
     try:
-        script.main(arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options}))
+        main([str(argument) for argument in argv])
     except UserError as error:
-        code, message = 2, str(error)
+        return 2, str(error)
     except SystemExit as error:
-        code, message = (error.code, '') if isinstance(error.code, int) else (1, error.code)
+        return (error.code, '') if isinstance(error.code, int) else (1, error.code)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    return 0, ''
+
+
+def train(data_folder, out_dir, **options):
+    """Trains the SMALL model in this process -> Outcome; options override SMALL's."""
+    import train as script
+    code, message = call(script.main, arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options}))
     return Outcome(code, message, records(out_dir))
 
 

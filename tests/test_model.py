@@ -37,7 +37,7 @@ def leaves(model):
 
 
 def idle(model):
-    """With V_0 = 0 the first substep's mu and beta multiply zero, for ever: their gradient exists but is 0."""
+    """Names excused from a nonzero gradient: with V_0 = 0 the first substep's mu and beta multiply zero, for ever."""
     if model.cfg.velocity_init != 'zero':
         return set()
     first = {id(p) for name, p in rules(model)[0].named_parameters() if name in ('mu.raw', 'beta.raw')}
@@ -65,6 +65,14 @@ def test_equals_the_reference(variant):
     rounding = 1e-14 * max(p.grad.abs().max() for p in state.values())
     for name, p in model.named_parameters():
         assert (p.grad - state[name].grad).abs().max() <= 1e-9 * state[name].grad.abs().max() + rounding, name
+
+
+@pytest.mark.parametrize('update', [name for name in SCHEMES if name in reference.SCHEMES])
+def test_rope_base(update):
+    """The base is a field, and a small one (short wavelengths) shows every frequency."""
+    model = nontrivial(update=update, pos='rope', rope_base=3.0)
+    expected = reference.logits(leaves(model), model.cfg, tokens())
+    assert relative_error(model(tokens(), return_logits=True)[0], expected) < 1e-10
 
 
 def test_gradcheck(update):
@@ -178,7 +186,7 @@ def test_every_parameter_gets_a_gradient(variant):
     model = fresh(**variant).train()
     model(tokens(B=4, T=8), tokens(B=4, T=8, seed=2))[1].backward()
     for name, p in model.named_parameters():
-        assert p.grad is not None and bool(p.grad.any()) is not (name in idle(model)), name
+        assert p.grad is not None and (p.grad.any() or name in idle(model)), name
 
 
 def test_learns(update):
@@ -221,7 +229,7 @@ def test_bf16_autocast_is_near_float32(update):
     loss.backward()
     for name, p in model.named_parameters():
         assert p.grad.dtype == torch.float32 and p.grad.isfinite().all(), name
-        assert bool(p.grad.any()) is not (name in idle(model)), name
+        assert p.grad.any() or name in idle(model), name
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert F.cosine_similarity(gradient, exact_gradient, dim=0) > 0.999
 
@@ -418,6 +426,15 @@ def test_initial_loss_is_that_of_guessing(update):
 def test_seed_decides_the_weights(update):
     a, b = fresh(update=update), fresh(update=update)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+@pytest.mark.parametrize('update', [name for name, (rule, _) in SCHEMES.items() if not rule.normalized])
+@pytest.mark.parametrize('tie_weights', [True, False])
+def test_seed_draws_what_schemes_share_alike(update, tie_weights):
+    """Schemes are compared from the same start: what a scheme has beyond gd's weights is drawn after them."""
+    baseline = dict(fresh(update='gd', tie_weights=tie_weights).named_parameters())
+    for name, p in fresh(update=update, tie_weights=tie_weights).named_parameters():
+        assert name not in baseline or torch.equal(p, baseline[name]), name
 
 
 # ---- GPTConfig -------------------------------------------------------------------------------------------------------

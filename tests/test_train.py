@@ -15,8 +15,7 @@ import torch
 import checkpoint
 import train as script
 from checkpoint import read
-from configurator import UserError
-from conftest import ALPHABET, run_train, start_train, train, write_data
+from conftest import ALPHABET, arguments, call, records, run_train, start_train, train, write_data
 from model import GPT, SCHEMES
 
 NOT_COMPARED = ('tokens_per_s',)
@@ -32,7 +31,7 @@ def is_evaluation(record):
 
 def metrics(outcome_or_records, after=0):
     """Training and evaluation records past a step, without what no two runs share."""
-    found = getattr(outcome_or_records, 'records', outcome_or_records)
+    found = outcome_or_records if isinstance(outcome_or_records, list) else outcome_or_records.records
     return [{key: value for key, value in record.items() if key not in NOT_COMPARED} for record in found
             if 'config' not in record and record['step'] > after]
 
@@ -239,17 +238,14 @@ def test_a_resume_of_a_finished_run_changes_no_weight(data_folder, finished, tmp
     assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=6).code == 0
     assert essence(tmp_path / 'out' / 'ckpt.pt') == essence(finished / 'ckpt.pt')
     assert metrics(train(data_folder, tmp_path / 'out', init_from='resume', max_iters=6)) == metrics(
-        [json.loads(line) for line in (finished / 'metrics.jsonl').read_text().splitlines()])
+        records(finished))
 
 
 def test_resume_keeps_the_options_that_are_not_given(data_folder, tmp_path):
     train(data_folder, tmp_path, max_iters=2, learning_rate=0.003, beta2=0.9, seed=8)
     argv = ['--init_from=resume', f'--out_dir={tmp_path}', f'--dataset={data_folder}', '--max_iters=3']
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    script.main(argv)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    config = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines() if 'config' in line][-1]['config']
+    assert call(script.main, argv) == (0, '')
+    config = [record for record in records(tmp_path) if 'config' in record][-1]['config']
     assert (config['learning_rate'], config['beta2'], config['seed'], config['max_iters'], config['n_embd']) == (0.003, 0.9, 8, 3, 16)
 
 
@@ -258,12 +254,7 @@ def test_a_run_that_moved_goes_on_in_its_new_place(data_folder, tmp_path, monkey
     train(data_folder, tmp_path / 'old', max_iters=2)
     (tmp_path / 'old').rename(tmp_path / 'out')
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        script.main(['--init_from=resume', '--max_iters=3'])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    assert call(script.main, ['--init_from=resume', '--max_iters=3']) == (0, '')
     assert not (tmp_path / 'old').exists()
     assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 3
 
@@ -318,10 +309,10 @@ def test_other_data_is_refused_on_resume(init_from, finished, tmp_path):
 
 @pytest.mark.parametrize('name', ['ckpt.pt', 'best.pt', 'metrics.jsonl'])
 def test_a_new_run_does_not_delete_an_old_one(name, data_folder, tmp_path):
-    (tmp_path / name).write_text('old')
+    (tmp_path / name).write_text('{}')
     outcome = train(data_folder, tmp_path)
     assert outcome.code == 2 and name in outcome.message and '--overwrite' in outcome.message
-    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == 'old'
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == '{}'
 
 
 def test_overwrite_leaves_nothing_of_the_old_run(data_folder, finished, tmp_path):
@@ -339,11 +330,11 @@ def test_overwrite_leaves_nothing_of_the_old_run(data_folder, finished, tmp_path
     (dict(n_embd=17), 'not divisible'), (dict(update='adam'), 'adam'), (dict(learning_rate=0), 'learning_rate'), (dict(batch_size=0), 'batch_size'),
     (dict(eval_iters=0), 'eval_iters'), (dict(max_iters=-1), 'max_iters'), (dict(log_interval=-1), 'log_interval'), (dict(min_lr=1.0), 'min_lr'),
     (dict(beta2=1.0), 'beta2'), (dict(n_layers=2), "did you mean 'n_layer'"),
-    (dict(optimizer='adamw', muon_lr=0.1), 'muon_lr=0.1 has no effect'), (dict(optimizer='adamw', muon_momentum=0.9), 'muon_momentum'),
+    (dict(optimizer='adamw', muon_lr=0.1), 'no effect.*muon_lr|muon_lr.*no effect'), (dict(optimizer='adamw', muon_momentum=0.9), 'muon_momentum'),
     (dict(optimizer='adamw', muon_weight_decay=0.1), 'muon_weight_decay'), (dict(optimizer='adamw', muon_qkv='split'), 'muon_qkv'),
-    (dict(decay_lr=False, min_lr=0.0), 'min_lr=0.0 has no effect'), (dict(decay_lr=False, lr_decay_iters=9), 'lr_decay_iters'),
+    (dict(decay_lr=False, min_lr=0.0), 'no effect.*min_lr|min_lr.*no effect'), (dict(decay_lr=False, lr_decay_iters=9), 'lr_decay_iters'),
     (dict(wsd_decay=0.1), 'wsd_decay'), (dict(decay_lr=False, schedule='wsd', wsd_decay=0.1), 'wsd_decay'),
-    (dict(update='gd', mu_init=0.3), 'mu_init'), (dict(update='ngpt', dropout=0.1), 'dropout'), (dict(backend='nccl', zero=True), ''),
+    (dict(update='gd', mu_init=0.3), 'mu_init'), (dict(update='ngpt', dropout=0.1), 'dropout'), (dict(zero=True), 'zero'),
 ], ids=str)
 def test_mistakes_are_told_before_anything_is_written(options, message, data_folder, tmp_path):
     options = {'dataset': data_folder, **options}
@@ -381,7 +372,7 @@ def test_eval_only_writes_nothing(data_folder, finished, tmp_path, capsys):
 
 
 def test_eval_only_gives_the_losses_of_the_run(data_folder, finished, capsys):
-    last = [json.loads(line) for line in (finished / 'metrics.jsonl').read_text().splitlines()][-1]
+    last = records(finished)[-1]
     capsys.readouterr()
     train(data_folder, finished, init_from='resume', eval_only=True)
     assert 'train loss {train_loss:.4f}, val loss {val_loss:.4f}'.format(**last) in capsys.readouterr().out
@@ -422,7 +413,7 @@ def test_saves_at_every_evaluation_by_default(saves, val_losses, data_folder, tm
 
 def test_save_interval_apart_from_evaluation(saves, data_folder, tmp_path):
     train(data_folder, tmp_path, max_iters=7, save_interval=3)
-    assert [step for step, _ in saves] == [3, 6, 7]
+    assert [step for step, _ in saves if step] == [3, 6, 7]
 
 
 def test_a_failing_save_does_not_end_the_run(data_folder, tmp_path, monkeypatch, capsys):
@@ -563,15 +554,10 @@ def test_gpt2_with_characters_is_refused(data_folder, tmp_path, monkeypatch):
     """GPT-2's weights know GPT-2's tokens; the ids of characters are in range and would train on nonsense."""
     monkeypatch.setattr(GPT, 'from_pretrained', classmethod(lambda cls, name, **overrides: script.GPT(script.GPTConfig(
         update='gd', n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=50257, **overrides))))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        with pytest.raises(UserError, match='tokenizer'):
-            script.main(['--init_from=gpt2', f'--dataset={data_folder}', f'--out_dir={tmp_path}/out', '--max_iters=1', '--device=cpu',
-                         '--batch_size=1', '--gradient_accumulation_steps=1', '--eval_iters=1'])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert not (tmp_path / 'out').exists()
+    options = dict(init_from='gpt2', dataset=data_folder, out_dir=tmp_path / 'out', max_iters=1, device='cpu', batch_size=1,
+                   gradient_accumulation_steps=1, eval_iters=1)
+    code, message = call(script.main, arguments(options))
+    assert code == 2 and 'tokenizer' in message and not (tmp_path / 'out').exists()
 
 
 # other programs

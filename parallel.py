@@ -1,0 +1,76 @@
+"""One model on several processes: DDP keeps a copy on each, FSDP2 a shard, for models beyond one GPU's memory."""
+import contextlib
+import functools
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from model import Linear
+
+
+def checkpoint_activations(model):
+    """Keeps only the streams between layers for backward and computes the rest of each layer a second time there."""
+    for block in model.transformer.h:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def shard(model, rt):
+    """Shards the parameters of `model` in place over all processes, each layer's matrices a unit that is gathered when used.
+
+    Parameters, gradients and optimizer state stay float32. The matrices inside the layers travel and work in rt.dtype; norms,
+    scalars and tables, small or used once, travel in float32, so that every sum is made as it is without sharding.
+    """
+    mesh = init_device_mesh(rt.device.type, (rt.world_size,))
+    half = MixedPrecisionPolicy(param_dtype=None if rt.dtype == torch.float32 else rt.dtype, reduce_dtype=torch.float32)
+    for block in model.transformer.h:
+        fully_shard([module for module in block.modules() if isinstance(module, Linear)], mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh)
+
+
+def replicate(model, rt):
+    """What to call in training instead of `model`: it averages the gradients over all processes."""
+    if not rt.distributed or isinstance(model, FSDPModule):
+        return model
+    return DistributedDataParallel(model, device_ids=[rt.device] if rt.device.type == 'cuda' else None, gradient_as_bucket_view=True)
+
+
+def only_local(module):
+    """A context in which backward leaves the gradients unaveraged: for all micro-steps but an update's last.
+
+    Under FSDP every micro-step is averaged, since unsharded gradients would need the memory that sharding saves.
+    """
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def clip_grad_norm(model, limit):
+    """Scales the gradient of all parameters to a norm of at most `limit`; returns the norm before, a number."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def whole_state(model):
+    """The model's state dict, put together on rank 0; all ranks must take part."""
+    if not isinstance(model, FSDPModule):
+        return model.state_dict()
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def memory_estimate(model, cfg, dtype, world_size):
+    """{how: bytes on each GPU} for ddp, ddp with zero, and fsdp; activations without checkpointing, no fragmentation.
+
+    `model` may be on the meta device. State: 4 bytes a parameter each for weight and gradient, 8 for AdamW's moments, 4 for
+    Muon's momentum. Activations: about 34 C bytes a token and layer in 16 bits (Korthikanti et al., 2022, without the
+    attention matrix), twice that for the momentum schemes' float32 streams and for SwiGLU's wider hidden layer at the most.
+    """
+    params = sum(p.numel() for p in model.parameters())
+    matrices = sum(m.weight.numel() for m in model.transformer.h.modules() if isinstance(m, Linear))
+    optimizer = 8 * params - (4 * matrices if cfg.optimizer == 'muon' else 0)
+    tokens, layer = cfg.batch_size * model.cfg.block_size, matrices // model.cfg.n_layer
+    activations = tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
+    return {'ddp': 8 * params + optimizer + activations, 'ddp + zero': 8 * params + optimizer // world_size + activations,
+            'fsdp': (8 * params + optimizer) // world_size + 4 * (params - matrices) + 8 * layer + activations}
