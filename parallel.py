@@ -74,3 +74,8 @@ def memory_estimate(model, cfg, dtype, world_size):
     activations = tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
     return {'ddp': 8 * params + optimizer + activations, 'ddp + zero': 8 * params + optimizer // world_size + activations,
             'fsdp': (8 * params + optimizer) // world_size + 4 * (params - matrices) + 8 * layer + activations}
+
+
+def memory_text(model, cfg, dtype, world_size):
+    return 'memory on each device about ' + ', '.join(
+        f'{size / 2 ** 30:.1f} GiB ({how})' for how, size in memory_estimate(model, cfg, dtype, world_size).items())

@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -156,6 +157,20 @@ def set_rng_state(device, states):
     torch.set_rng_state(states[0])
     if device.type == 'cuda' and len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)
+
+
+class Signals:
+    """The first SIGTERM, SIGINT or SIGUSR1 asks the loop to stop after its step; a second SIGINT stops at once."""
+
+    def __init__(self):
+        self.caught = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self.catch)
+
+    def catch(self, number, frame):
+        if self.caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = signal.Signals(number).name
 
 
 def stop():

@@ -12,10 +12,8 @@ if __name__ == '__main__':
     show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')  # before torch is imported: instant
 
 import contextlib
-import json
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +30,7 @@ from checkpoint import PRETRAINED
 from configurator import UserError, at_least, between, build, convert, parse, run
 from dataloader import Split, TrainLoader, eval_windows
 from dataset import find_data, read_meta
+from metrics import Metrics
 from model import GPT, GPTConfig
 from optim import configure_optimizer, describe, lr_multiplier
 
@@ -75,6 +74,7 @@ class TrainConfig:
     eval_batch_size: int = 12  # their sequences; apart from batch_size, so that splitting an update otherwise changes no evaluation
     full_eval: bool = False  # evaluate on every window of val
     eval_only: bool = False  # one evaluation, nothing written
+    dry_run: bool = False  # only print parameters and memory, nothing is allocated, read or written
     log_interval: int = 10  # updates between training records; 0: none
     always_save_checkpoint: bool = True  # at every evaluation, not only after an improvement
     save_interval: int = 0  # updates between further checkpoints; 0: none
@@ -191,6 +191,17 @@ def starting_model(given, cfg, state, meta, resumed):
     return model
 
 
+def preview(given, options):
+    """Prints what a run would need, from the meta device."""
+    with torch.device('meta'):
+        model = GPT(build(GPTConfig, given))
+    cfg = options.resolve(model.cfg.normalized)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
+    print(f'{model.cfg}\n{model.num_params():,} parameters, {matrices:,} of them in matrices and tables')
+    for gpus in (1, 8, 64):
+        print(f'{gpus} GPU{"s" * (gpus > 1)}: {parallel.memory_text(model, cfg, runtime.DTYPES.get(cfg.dtype, torch.bfloat16), gpus)}')
+
+
 # -----------------------------------------------------------------------------------------------------------------
 # evaluation and records
 
@@ -213,46 +224,27 @@ def evaluate(model, split, count, batch_size, rt):
     return total / weight
 
 
-class Metrics:
-    """metrics.jsonl, one JSON object a line, and wandb if asked for. On resume, records past the checkpoint are dropped."""
+def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
+    """One update over this rank's next `micro_steps` batches -> (their mean loss, 0-dim; norm of the whole gradient).
 
-    def __init__(self, cfg, facts, step, wandb_id=None):
-        self.path, self.wandb_id = Path(cfg.out_dir) / 'metrics.jsonl', wandb_id
-        kept = []
-        if step and self.path.exists():
-            lines = self.path.read_text(encoding='utf-8').splitlines()
-            kept = [line for line in lines if line.endswith('}') and json.loads(line).get('step', 0) <= step]
-        temporary = self.path.with_suffix('.tmp')
-        temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
-        os.replace(temporary, self.path)
-        self.file = open(self.path, 'a', encoding='utf-8')
-        self.wandb = None
-        if cfg.wandb_log:
-            import wandb
-            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or Path(cfg.out_dir).name,
-                                    config=facts, dir=cfg.out_dir, id=wandb_id, resume='allow')
-            self.wandb_id = self.wandb.id
-        self.write({'step': step, **facts})
-
-    def write(self, record):
-        self.file.write(json.dumps(record) + '\n')
-        self.file.flush()
-        if self.wandb and 'config' not in record:
-            self.wandb.log(record, step=record['step'])
-
-
-class Signals:
-    """The first SIGTERM, SIGINT or SIGUSR1 asks the loop to stop after its step; a second SIGINT stops at once."""
-
-    def __init__(self):
-        self.caught = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.catch)
-
-    def catch(self, number, frame):
-        if self.caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.caught = signal.Signals(number).name
+    `trained` is what calls `model` (DDP's wrapper, or itself). A gradient that is not finite leaves the weights alone.
+    """
+    loss = torch.zeros((), device=rt.device)
+    for micro_step in range(micro_steps):
+        x, y = next(batches)
+        last = micro_step == micro_steps - 1  # gradients cross the network once an update
+        with contextlib.nullcontext() if last else parallel.only_local(trained):
+            with rt.autocast():
+                _, micro_loss = trained(x, y)
+            scaler.scale(micro_loss / micro_steps).backward()  # averaged over the ranks, so divided by this one's count
+        loss += micro_loss.detach() / micro_steps
+    scaler.unscale_(optimizer)
+    grad_norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # waits for the GPU
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    scaler.update()
+    model.zero_grad(set_to_none=True)
+    return loss, grad_norm
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -263,6 +255,8 @@ def main(argv):
     # options, data, model: everything a user can get wrong, before anything is written
     given = parse(argv, GPTConfig, TrainConfig)
     options = build(TrainConfig, given)
+    if options.dry_run:
+        return preview(given, options)
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
     if resumed:
@@ -287,20 +281,21 @@ def main(argv):
     # device and processes
     rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
     torch.manual_seed(cfg.seed + rt.rank)  # dropout: each rank its own; the weights are drawn already, the same on all
+    local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
+    for name, one in (('model', model.cfg), ('run', cfg)):
+        rt.print(f'{name}:', ' '.join(f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')))
+    rt.print(f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
+             f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
+             f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
+             f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens\n'
+             f'{model.num_params():,} parameters; {parallel.memory_text(model, cfg, rt.dtype, rt.world_size)}')
     if cfg.activation_checkpointing:
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
     model.to(rt.device)
     compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
-    local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
-    for name, one in (('model', model.cfg), ('run', cfg)):
-        rt.print(f'{name}:', ' '.join(f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')))
-    rt.print(f'{model.num_params():,} parameters; {rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled\n'
-             f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
-             f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
-             f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
-             f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens')
+    rt.print(f'{rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled')
 
     def losses():
         count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
@@ -344,7 +339,7 @@ def main(argv):
 
     trained = parallel.replicate(model, rt)
     batches = iter(TrainLoader(train_split, cfg.batch_size, accum_steps, cfg.seed, step, rt.rank, rt.world_size, rt.device))
-    signals, seconds = Signals(), 0.0
+    signals, seconds = runtime.Signals(), 0.0
     bar = tqdm(total=cfg.max_iters, initial=step, desc=model.cfg.update, unit='step', disable=None if rt.is_main else True)
     if rng and len(rng) == rt.world_size:
         runtime.set_rng_state(rt.device, rng[rt.rank])  # last, so that nothing draws in between
@@ -372,32 +367,17 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        loss = torch.zeros((), device=rt.device)
-        for micro_step in range(local_accum_steps):
-            x, y = next(batches)
-            last = micro_step == local_accum_steps - 1  # gradients cross the network once an update
-            with contextlib.nullcontext() if last else parallel.only_local(trained):
-                with rt.autocast():
-                    _, micro_loss = trained(x, y)
-                scaler.scale(micro_loss / local_accum_steps).backward()  # averaged over the ranks, so divided by this one's count
-            loss += micro_loss.detach() / local_accum_steps
-        scaler.unscale_(optimizer)
-        grad_norm = parallel.clip_grad_norm(model, cfg.grad_clip or math.inf)  # waits for the GPU
-        if math.isfinite(grad_norm):
-            optimizer.step()
-            skipped = 0
-        else:
-            skipped += 1
-            rt.print(f'warning: step {step:,}: gradient norm {grad_norm}; update skipped ({skipped} in a row)')
-        scaler.update()
-        model.zero_grad(set_to_none=True)
+        loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
+        skipped = 0 if math.isfinite(grad_norm) else skipped + 1
         step += 1
         seconds += time.perf_counter() - started
 
         # tell
-        if skipped >= cfg.max_skipped and not scaler.is_enabled():
-            raise SystemExit(f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint is '
-                             f'untouched; try a lower learning_rate')
+        if skipped:
+            rt.print(f'warning: step {step:,}: gradient norm {grad_norm}, update skipped ({skipped} in a row)')
+            if skipped >= cfg.max_skipped and not scaler.is_enabled():  # float16's scaler needs a few to find its scale
+                raise SystemExit(f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint '
+                                 f'is untouched; try a lower learning rate')
         bar.update()
         if every(cfg.log_interval, step):
             loss, steps = rt.mean(loss), min(cfg.log_interval, step - first_step)

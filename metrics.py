@@ -1,0 +1,32 @@
+"""The record of a run: metrics.jsonl, and Weights & Biases on request."""
+import json
+import os
+from pathlib import Path
+
+
+class Metrics:
+    """metrics.jsonl, one JSON object a line, and wandb if asked for. On resume, records past the checkpoint are dropped."""
+
+    def __init__(self, cfg, facts, step, wandb_id=None):
+        self.path, self.wandb_id = Path(cfg.out_dir) / 'metrics.jsonl', wandb_id
+        kept = []
+        if step and self.path.exists():
+            lines = self.path.read_text(encoding='utf-8').splitlines()
+            kept = [line for line in lines if line.endswith('}') and json.loads(line).get('step', 0) <= step]
+        temporary = self.path.with_suffix('.tmp')
+        temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+        os.replace(temporary, self.path)
+        self.file = open(self.path, 'a', encoding='utf-8')
+        self.wandb = None
+        if cfg.wandb_log:
+            import wandb
+            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or Path(cfg.out_dir).name,
+                                    config=facts, dir=cfg.out_dir, id=wandb_id, resume='allow')
+            self.wandb_id = self.wandb.id
+        self.write({'step': step, **facts})
+
+    def write(self, record):
+        self.file.write(json.dumps(record) + '\n')
+        self.file.flush()
+        if self.wandb and 'config' not in record:
+            self.wandb.log(record, step=record['step'])
