@@ -22,9 +22,13 @@ WEIGHTS = ('version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer
 
 
 def digest(value, sha=None):
-    """SHA-256 over the contents of nested dicts and lists of tensors and plain values, as hex."""
+    """SHA-256 over the contents of nested dicts and lists of tensors and plain values, but a key `digest`, as hex."""
     top, sha = sha is None, sha or hashlib.sha256()
+    if top and isinstance(value, dict):
+        value = {key: item for key, item in value.items() if key != 'digest'}
     if isinstance(value, torch.Tensor):
+        if not is_stored(value):
+            raise ValueError('a tensor larger than what the file stores of it')
         sha.update(f'{value.dtype}{tuple(value.shape)}'.encode())
         sha.update(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     elif isinstance(value, (dict, list, tuple)):
@@ -34,6 +38,11 @@ def digest(value, sha=None):
     else:
         sha.update(repr(value).encode())
     return sha.hexdigest() if top else None
+
+
+def is_stored(tensor):
+    """Whether its memory holds all its elements: strides of zero would make a tensor of any size of one."""
+    return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def snapshot(value):
@@ -81,8 +90,11 @@ class Saver:
             read(temporary)  # a disk that lies is found out while the old file is still there
             if name == 'ckpt.pt':
                 self.retire(path)
-                self.last_step = state['step']
             os.replace(temporary, path)
+            if name == 'ckpt.pt':
+                self.last_step = state['step']
+                for old in history(self.folder)[self.keep_last:]:
+                    old.unlink()
             sync_folder(self.folder)
             return True
         except (OSError, RuntimeError, ValueError) as error:  # torch's writer turns disk errors into RuntimeError
@@ -98,13 +110,12 @@ class Saver:
         """Keeps the ckpt.pt in place as ckpt-STEP.pt and forgets all but the newest keep_last of those."""
         if path.exists() and self.last_step is not None and self.keep_last:
             old = path.with_name(f'ckpt-{self.last_step:08d}.pt')
-            old.unlink(missing_ok=True)
+            if old.exists():  # what a damaged ckpt.pt was resumed from
+                return
             try:
                 os.link(path, old)  # both names at once: no moment without a ckpt.pt
             except OSError:
                 os.replace(path, old)  # a file system without links
-        for old in history(self.folder)[self.keep_last:]:
-            old.unlink()
 
 
 def clear(folder):
@@ -133,20 +144,26 @@ def sync_folder(folder):
 def read(path):
     """The checked dict in a checkpoint file of ours or of nanoGPT; UserError for anything else. No code of it is run."""
     try:
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return checked(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f'{path}: no such checkpoint; train one first or give the right --out_dir') from None
     except Exception as error:  # a damaged or hostile file can fail anywhere in the unpickler
-        raise UserError(f'{path}: not a readable checkpoint ({str(error).strip().splitlines()[0]:.200})') from None
+        raise UserError(f'{path}: not a readable checkpoint ({(str(error).strip() or type(error).__name__).splitlines()[0]:.200})') from None
+
+
+def checked(state, path):
+    """The dict that was in a file, in our terms; UserError if it is not a whole checkpoint."""
     if isinstance(state, dict) and 'model_args' in state:
         state = from_nanogpt(state)
     elif not isinstance(state, dict) or state.get('version') != VERSION:
         version = state.get('version') if isinstance(state, dict) else None
         raise UserError(f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})')
-    elif state.pop('digest', None) != digest(state):
+    elif state.get('digest') != digest(state):
         raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
     weights = state.get('model')
-    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
+    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) and is_stored(w) for w in weights.values()):
         raise UserError(f'{path}: holds no weights under `model`')
     for config, required in (('gpt_config', True), ('train_config', False)):
         if not isinstance(state.get(config, None if required else {}), dict):
@@ -175,7 +192,7 @@ def from_nanogpt(state):
     """A nanoGPT checkpoint's dict in our terms: its weights, in update='gd'."""
     arguments = state['model_args'] if isinstance(state['model_args'], dict) else {}
     prefix = re.compile(r'^(_orig_mod\.|module\.)+')  # compile's and DDP's
-    weights = {prefix.sub('', name): w for name, w in state.get('model', {}).items()}
+    weights = {prefix.sub('', name): w for name, w in state['model'].items()}
     weights = {name: w for name, w in weights.items() if not name.endswith('.attn.bias')}  # its causal mask
     return {'version': VERSION, 'model': weights, 'gpt_config': {'update': 'gd', **arguments}, 'step': state.get('iter_num', 0)}
 
@@ -187,6 +204,9 @@ def build_model(state, where, **overrides):
     layers = len({name.split('.')[2] for name in weights if name.startswith('transformer.h.')})
     if cfg.n_layer != layers:  # before anything is allocated for a config that a file made up
         raise UserError(f'{where}: weights of {layers} layers, but n_layer={cfg.n_layer}')
+    table = weights.get('transformer.wte.weight')
+    if table is None or table.shape != (cfg.vocab_size, cfg.n_embd):
+        raise UserError(f'{where}: weights that do not fit its configuration: transformer.wte.weight')
     with torch.device('meta'):
         expected = GPT(dataclasses.replace(cfg)).state_dict()
     wrong = [name for name in expected.keys() | weights.keys()

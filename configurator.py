@@ -35,7 +35,10 @@ def run(main):
         main(sys.argv[1:])
     except UserError as error:
         if os.environ.get('RANK', '0') == '0':
-            print(f'error: {error}', file=sys.stderr)
+            print(f'error: {error}', file=sys.stderr, flush=True)
+        dist = sys.modules.get('torch.distributed')
+        if dist and dist.is_available() and dist.is_initialized():
+            os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as a shell reports it

@@ -62,7 +62,7 @@ class Split:
 def shuffled(n, size, key):
     """The n-th elements (array of ints) of a pseudo-random permutation of range(size) that `key` chooses.
 
-    A four-round Feistel network permutes the numbers of an even count of bits; those that land outside range(size) walk
+    A six-round Feistel network permutes the numbers of an even count of bits; those that land outside range(size) walk
     on until they fall inside (Black and Rogaway, 2002). Nothing is stored, whatever the size.
     """
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
@@ -71,7 +71,7 @@ def shuffled(n, size, key):
     outside = np.ones(n.shape, dtype=bool)
     while outside.any():
         left, right = n[outside] >> half, n[outside] & mask
-        for round_number in range(4):
+        for round_number in range(6):
             left, right = right, left ^ (mix(right, key, round_number) & mask)
         n[outside] = left << half | right
         outside = n >= size

@@ -57,5 +57,6 @@ def sample_token(logits, temperature, top_k):
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
-        logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
+        values, ids = logits.topk(top_k)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)  # exactly top_k of them, ties or not
     return torch.multinomial(logits.softmax(-1), 1)

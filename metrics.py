@@ -3,6 +3,15 @@ import json
 import os
 from pathlib import Path
 
+from runtime import warn
+
+
+def step_of(line):
+    try:
+        return json.loads(line)['step']
+    except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
+        return float('inf')
+
 
 class Metrics:
     """metrics.jsonl, one JSON object a line, and wandb if asked for. On resume, records past the checkpoint are dropped."""
@@ -12,7 +21,7 @@ class Metrics:
         kept = []
         if step and self.path.exists():
             lines = self.path.read_text(encoding='utf-8').splitlines()
-            kept = [line for line in lines if line.endswith('}') and json.loads(line).get('step', 0) <= step]
+            kept = [line for line in lines if step_of(line) <= step]
         temporary = self.path.with_suffix('.tmp')
         temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
         os.replace(temporary, self.path)
@@ -26,7 +35,10 @@ class Metrics:
         self.write({'step': step, **facts})
 
     def write(self, record):
-        self.file.write(json.dumps(record) + '\n')
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record) + '\n')
+            self.file.flush()
+        except OSError as error:  # a full disk costs records, not the run
+            warn(f'{self.path}: {error.strerror}; the record of step {record["step"]} is lost')
         if self.wandb and 'config' not in record:
             self.wandb.log(record, step=record['step'])

@@ -344,15 +344,15 @@ class GPT(nn.Module):
         def table(rows): return Embedding(rows, cfg.n_embd)
         parts = {'wte': table(cfg.vocab_size)} | ({'wpe': table(cfg.block_size)} if cfg.pos == 'learned' else {})
         parts |= {'h': nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer)), 'ln_f': pre_norm(cfg)}
-        if cfg.velocity_init == 'learned':  # last: a seed then draws the same weights above for every scheme
+        if cfg.velocity_init == 'learned':
             parts |= {'v' + name[1:]: table(parts[name].num_embeddings) for name in ('wte', 'wpe') if name in parts}
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False, embd_axis=1)
         if cfg.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
         self.s_z = Scale(cfg.vocab_size, scale=cfg.n_embd ** -0.5) if cfg.normalized else None
-        for name, module in self.named_modules():
-            if isinstance(module, (Linear, Embedding)):
+        for name, module in sorted(self.named_modules(), key=lambda item: item[0].endswith(('vte', 'vpe'))):
+            if isinstance(module, (Linear, Embedding)):  # velocity last: a seed draws the rest alike for every scheme
                 std = cfg.n_embd ** -0.5 if cfg.normalized else 0.02
                 if name.endswith('c_proj') and not cfg.normalized:
                     std /= math.sqrt(2 * cfg.n_layer)  # so that 2 n_layer residual contributions add up to 0.02 (GPT-2)

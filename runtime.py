@@ -87,6 +87,8 @@ def start(device='auto', dtype='auto', backend='auto', seed=0):
     env = os.environ
     rank, world_size, local_rank = (int(env.get(key, default)) for key, default in
                                     (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    if 'RANK' not in env:
+        world_size = 1
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try:
@@ -174,7 +176,9 @@ class Signals:
 
 
 def stop():
+    """Leaves the process group, together. Drop DDP's wrapper first: its destructor must not be the one to free the group."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

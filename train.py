@@ -98,6 +98,8 @@ class TrainConfig:
                  muon_weight_decay=0, grad_clip=0, min_lr=0)
         between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
                 beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
+        if self.overwrite and self.init_from in ('resume', 'auto'):
+            raise UserError(f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out')
         if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
             raise UserError('parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile')
         if self.min_lr is not None and self.min_lr > self.learning_rate:
@@ -153,7 +155,8 @@ def starting_state(cfg):
 def continued(cfg, given, state):
     """`cfg` with the checkpoint's own options for those not given; UserError if the data order or the optimizer would change."""
     saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
-    folder, cfg = cfg.out_dir, replace(saved, **{key: value for key, value in given.items() if hasattr(saved, key)})
+    folder = cfg.out_dir
+    cfg = replace(saved, **{key: value for key, value in given.items() if hasattr(saved, key)}, **({} if 'out_dir' in given else {'out_dir': folder}))
     for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
         before, now = getattr(saved, name), getattr(cfg, name)
         if before != now:
@@ -173,6 +176,8 @@ def starting_model(given, cfg, state, meta, resumed):
                             f'with that one, or choose another --dataset')
         model = checkpoint.build_model(state, cfg.out_dir if resumed else cfg.init_from, **changeable)
     elif cfg.init_from in PRETRAINED:
+        if meta['tokenizer'] != {'kind': 'gpt2'}:
+            raise UserError(f'dataset={cfg.dataset} was not made with the tokenizer of {cfg.init_from}')
         model = GPT.from_pretrained(cfg.init_from, **changeable)
     else:
         padded = vocab if vocab < 1024 else -(-vocab // 64) * 64  # whole tiles for the head's matmul
@@ -259,11 +264,15 @@ def main(argv):
         return preview(given, options)
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
+    if resumed and not {'train_config', 'optimizer', 'scaler', 'rng', 'data'} <= state.keys():
+        raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     if resumed:
         options = continued(options, given, state)
     elif state is None and options.init_from not in PRETRAINED:
         build(GPTConfig, given)  # its contradictions come before the data's
-    world_size, accum_steps = int(os.environ.get('WORLD_SIZE', 1)), options.gradient_accumulation_steps
+    world_size, accum_steps = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1, options.gradient_accumulation_steps
+    if 'RANK' not in os.environ and (options.zero or options.parallel == 'fsdp') and not options.eval_only:
+        raise UserError('zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out')
     if accum_steps % world_size:
         raise UserError(f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
                         f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}')
@@ -280,6 +289,8 @@ def main(argv):
 
     # device and processes
     rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
+    if len(set(rt.gather(state and state.get('digest')))) > 1:
+        raise UserError(f'the processes read different checkpoints in {cfg.out_dir}; all nodes need the same folder, or equal copies')
     torch.manual_seed(cfg.seed + rt.rank)  # dropout: each rank its own; the weights are drawn already, the same on all
     local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
     for name, one in (('model', model.cfg), ('run', cfg)):
@@ -358,8 +369,7 @@ def main(argv):
                 rt.print(f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}')
                 if rt.is_main:
                     metrics.write(record | {'best_val_loss': best_val_loss, 'val_perplexity': math.exp(min(record['val_loss'], 700))})
-            if (finished or stopping or every(cfg.save_interval, step)
-                    or step and evaluated and (improved or cfg.always_save_checkpoint)):
+            if finished or stopping or step and (every(cfg.save_interval, step) or evaluated and (improved or cfg.always_save_checkpoint)):
                 save(improved)
         if finished or stopping:
             break
@@ -394,6 +404,7 @@ def main(argv):
                              f'{record["tokens_per_s"]:,.0f} tokens/s, {left / 60:.1f} min left')
 
     bar.close()
+    trained = batches = None  # let go of DDP's reducer while the process group is whole
     saved = saver is None or saver.wait()
     runtime.stop()
     if not saved:

@@ -92,16 +92,18 @@ def relative_error(a, b):
 # Training: a generated data folder, and train.py called in this process or in one of its own.
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=4, eval_interval=0,
+SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=4,
+             eval_interval=0,
              eval_iters=2, log_interval=1, learning_rate=1e-2, device='cpu', dtype='float32', compile='False')
 ALPHABET = '\nabcdefghijkl'
 
 
 def write_data(folder, n_train=4000, n_val=700, seed=0):
-    """A prepared data folder: letters of ALPHABET, each mostly followed by the next one, so that there is something to learn."""
+    """A prepared data folder: letters of ALPHABET, each mostly followed by the next one."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    meta = {'version': 1, 'tokenizer': {'kind': 'char', 'chars': list(ALPHABET)}, 'vocab_size': len(ALPHABET), 'dtype': 'uint16',
+    meta = {'version': 1, 'tokenizer': {'kind': 'char', 'chars': list(ALPHABET)}, 'vocab_size': len(ALPHABET),
+            'dtype': 'uint16',
             'tokens': {}, 'max_id': {}, 'sha256': {}, 'source': {}}
     for split, count in (('train', n_train), ('val', n_val)):
         ids = [0]
@@ -109,7 +111,9 @@ def write_data(folder, n_train=4000, n_val=700, seed=0):
             ids.append((ids[-1] + 1 if draw.random() < 0.8 else draw.randrange(99)) % len(ALPHABET))
         data = b''.join(i.to_bytes(2, 'little') for i in ids)
         (folder / f'{split}.bin').write_bytes(data)
-        meta['tokens'][split], meta['max_id'][split], meta['sha256'][split] = count, max(ids), hashlib.sha256(data).hexdigest()
+        facts = {'tokens': count, 'max_id': max(ids), 'sha256': hashlib.sha256(data).hexdigest()}
+        for key, value in facts.items():
+            meta[key][split] = value
     (folder / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
     return folder
 

@@ -24,9 +24,12 @@ def state(step, update='gd', **kwargs):
     model = fresh(update=update, n_layer=1, n_embd=4, n_head=1, **kwargs)
     with torch.no_grad():
         model.transformer.wte.weight.fill_(step)
-    return {'version': 1, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step, 'best_val_loss': 2.5,
-            'tokenizer': TOKENIZER, 'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}}, 'scaler': {},
-            'train_config': {'seed': 1, 'min_lr': None}, 'skipped': 0, 'rng': [[torch.get_rng_state()]], 'data': {'train': 'x'},
+    return {'version': 1, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step,
+            'best_val_loss': 2.5,
+            'tokenizer': TOKENIZER, 'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}},
+            'scaler': {},
+            'train_config': {'seed': 1, 'min_lr': None}, 'skipped': 0, 'rng': [[torch.get_rng_state()]],
+            'data': {'train': 'x'},
             'wandb_id': None}
 
 
@@ -56,7 +59,7 @@ def plain(value):
 def test_round_trip(tmp_path):
     save(tmp_path, 7)
     found = read(tmp_path / 'ckpt.pt')
-    assert digest(found) == digest(state(7)) and found.keys() == state(7).keys()
+    assert digest(found) == digest(state(7)) and found.keys() == state(7).keys() | {'digest'}
     assert found['train_config'] == {'seed': 1, 'min_lr': None} and type(found['best_val_loss']) is float
 
 
@@ -73,7 +76,7 @@ def test_best_holds_what_sampling_and_finetuning_need(tmp_path):
     saver.save(state(4), best=False)
     assert saver.wait()
     best = read(tmp_path / 'best.pt')
-    assert best['step'] == 3 and best.keys() == {'version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer'}
+    assert best['step'] == 3 and best.keys() == {'version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer', 'digest'}
     assert (best['model']['transformer.wte.weight'] == 3).all()
     assert read(tmp_path / 'ckpt.pt')['step'] == 4
 
@@ -83,7 +86,8 @@ def test_what_is_saved_is_a_copy(tmp_path):
     written = state(1)
     saver = Saver(tmp_path)
     saver.save(written)
-    for weights in (written['model']['transformer.wte.weight'], written['optimizer']['a']['exp_avg'], written['rng'][0][0]):
+    for weights in (written['model']['transformer.wte.weight'], written['optimizer']['a']['exp_avg'],
+                    written['rng'][0][0]):
         weights.zero_()
     written['train_config']['seed'] = 5
     assert saver.wait()
@@ -123,8 +127,8 @@ CALLS = ['torch.save', 'open', 'os.fsync', 'os.link', 'os.replace', 'os.unlink']
 
 def break_call(monkeypatch, call, error, before=True, times=99, half=False):
     """Makes a call that checkpoint.py uses raise `error`, before or after its work, the first `times` times."""
-    owner, name = {'torch.save': (torch, 'save'), 'open': (checkpoint, 'open'), 'os.unlink': (checkpoint.Path, 'unlink')}.get(
-        call, (os, call[3:]))
+    owners = {'torch.save': (torch, 'save'), 'open': (checkpoint, 'open'), 'os.unlink': (checkpoint.Path, 'unlink')}
+    owner, name = owners.get(call, (os, call[3:]))
     original = getattr(owner, name, builtins.open)
     left = [times]
 
@@ -176,7 +180,8 @@ def test_a_kill_after_a_fall_back_leaves_a_good_one(tmp_path, monkeypatch, call,
 def test_a_failing_write_is_told_and_tried_again(tmp_path, monkeypatch, capsys, call, times):
     saver = save(tmp_path, 1, 2, keep_last=1)
     with monkeypatch.context() as patch:
-        break_call(patch, call.replace('half a file', 'torch.save'), OSError(28, 'No space left on device'), times=times,
+        break_call(patch, call.replace('half a file', 'torch.save'), OSError(28, 'No space left on device'),
+                   times=times,
                    half=call == 'half a file')
         saver.save(state(3), best=True)
         succeeded = saver.wait()
@@ -277,10 +282,14 @@ def strange():
     """Contents that are no checkpoint of ours, made by torch.save."""
     good = state(1)
     return {
-        'list': [1, 2], 'number': 3, 'empty dict': {}, 'text': 'x' * 10**6, 'tensor': torch.zeros(3), 'other version': good | {'version': 2},
-        'no version': {key: value for key, value in good.items() if key != 'version'}, 'tensor version': good | {'version': torch.zeros(2)},
-        'huge version': good | {'version': 'v' * 10**7}, 'no digest': good, 'tensor digest': good | {'digest': torch.zeros(2)},
-        'no model': {'version': 1}, 'mixed keys': good | {'digest': 'x', 'model': {1: 1, 'a': 2}}, 'cyclic': good | {'digest': 'x', 'rng': cyclic()},
+        'list': [1, 2], 'number': 3, 'empty dict': {}, 'text': 'x' * 10**6, 'tensor': torch.zeros(3),
+        'other version': good | {'version': 2},
+        'no version': {key: value for key, value in good.items() if key != 'version'},
+        'tensor version': good | {'version': torch.zeros(2)},
+        'huge version': good | {'version': 'v' * 10**7}, 'no digest': good,
+        'tensor digest': good | {'digest': torch.zeros(2)},
+        'no model': {'version': 1}, 'mixed keys': good | {'digest': 'x', 'model': {1: 1, 'a': 2}},
+        'cyclic': good | {'digest': 'x', 'rng': cyclic()},
         'sparse': good | {'digest': 'x', 'model': {'a': torch.eye(3).to_sparse()}},
         'bare state dict': good['model'],
         'nanogpt, model a number': {'model_args': {}, 'model': 5}, 'nanogpt, no model': {'model_args': {}},
@@ -307,7 +316,8 @@ def test_valid_digests_of_wrong_parts_are_refused(tmp_path, part, value):
         read(tmp_path / 'ckpt.pt')
 
 
-@pytest.mark.parametrize('content', [b'', b'\0' * 1000, b'PK\x03\x04' * 50, b'\x80\x02}q\x00.', b'not a checkpoint at all' * 100, b'\x80'],
+@pytest.mark.parametrize('content', [b'', b'\0' * 1000, b'PK\x03\x04' * 50, b'\x80\x02}q\x00.',
+                                     b'not a checkpoint at all' * 100, b'\x80'],
                          ids=['empty', 'zeros', 'zip-like', 'pickle', 'text', 'one byte'])
 def test_garbage_is_refused(tmp_path, content):
     (tmp_path / 'ckpt.pt').write_bytes(content)
@@ -350,7 +360,8 @@ def test_a_small_file_of_huge_tensors_is_refused(tmp_path, nanogpt):
     with torch.device('meta'):
         shapes = {name: w.shape for name, w in GPT(GPTConfig(**config)).state_dict().items()}  # 13 TB for c_attn alone
     huge = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
-    content = {'model': huge} | ({'model_args': config} if nanogpt else {'version': 1, 'gpt_config': config, 'digest': 'x'})
+    content = {'model': huge} | ({'model_args': config}
+                                 if nanogpt else {'version': 1, 'gpt_config': config, 'digest': 'x'})
     torch.save(content, tmp_path / 'ckpt.pt')
     assert os.path.getsize(tmp_path / 'ckpt.pt') < 100_000
     with pytest.raises(UserError, match=r'ckpt\.pt: '):
@@ -388,22 +399,27 @@ def test_build_model_gives_the_same_logits(variant, tmp_path):
 
 
 @pytest.mark.parametrize('change', [
-    {'n_layer': 2}, {'n_layer': 10**6}, {'n_layer': 2**62}, {'n_embd': 8}, {'n_embd': 2**20}, {'n_embd': 2**40}, {'n_embd': 2**62},
-    {'vocab_size': 14}, {'vocab_size': 2**50}, {'block_size': 9}, {'block_size': 2**50}, {'bias': True}, {'update': 'lt_nag'},
+    {'n_layer': 2}, {'n_layer': 10**6}, {'n_layer': 2**62}, {'n_embd': 8}, {'n_embd': 2**20}, {'n_embd': 2**40},
+    {'n_embd': 2**62},
+    {'vocab_size': 14}, {'vocab_size': 2**50}, {'block_size': 9}, {'block_size': 2**50}, {'bias': True},
+    {'update': 'lt_nag'},
     {'mlp': 'swiglu'}, {'tie_weights': False, 'bias': True},
 ], ids=str)
 def test_weights_that_do_not_fit_their_configuration(change):
     content = state(1)
     content['gpt_config'].update(change, vocab_used=None)
     if 'update' in change:
-        content['gpt_config'] = {key: value for key, value in content['gpt_config'].items() if value is not None} | change
+        kept = {key: value for key, value in content['gpt_config'].items() if value is not None}
+        content['gpt_config'] = kept | change
     with pytest.raises(UserError, match='^here: '):
         build_model(content, 'here')
 
 
 @pytest.mark.parametrize('change, message', [
-    ({'update': 'adam'}, 'adam'), ({'n_head': 3}, 'not divisible'), ({'n_layer': 0}, 'n_layer'), ({'n_layer': 'many'}, 'n_layer'),
-    ({'dropout': float('nan')}, 'dropout'), ({'unheard': 1}, 'unheard'), ({'n_layer': torch.zeros(2)}, 'n_layer'), ({'vocab_used': 99}, 'vocab_used'),
+    ({'update': 'adam'}, 'adam'), ({'n_head': 3}, 'not divisible'), ({'n_layer': 0}, 'n_layer'),
+    ({'n_layer': 'many'}, 'n_layer'),
+    ({'dropout': float('nan')}, 'dropout'), ({'unheard': 1}, 'unheard'), ({'n_layer': torch.zeros(2)}, 'n_layer'),
+    ({'vocab_used': 99}, 'vocab_used'),
 ], ids=str)
 def test_a_configuration_from_a_file_is_checked(change, message):
     content = state(1)
@@ -426,9 +442,12 @@ def nanogpt_file(path, model, prefix=''):
     """A file in nanoGPT's layout: prefixes of compile and DDP, causal masks as buffers, its own configuration."""
     weights = {prefix + name: w for name, w in model.state_dict().items()}
     for i in range(model.cfg.n_layer):
-        weights[f'{prefix}transformer.h.{i}.attn.bias'] = torch.ones(1, 1, model.cfg.block_size, model.cfg.block_size).tril()
-    arguments = {key: getattr(model.cfg, key) for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
-    torch.save({'model': weights, 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': arguments, 'iter_num': 5000,
+        weights[f'{prefix}transformer.h.{i}.attn.bias'] = torch.ones(1, 1, model.cfg.block_size,
+                                                                     model.cfg.block_size).tril()
+    arguments = {key: getattr(model.cfg, key)
+                 for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
+    torch.save({'model': weights, 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': arguments,
+                'iter_num': 5000,
                 'best_val_loss': torch.tensor(1.2), 'config': {'out_dir': 'out', 'learning_rate': 1e-3}}, path)
 
 

@@ -124,12 +124,12 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize('rows', [1, 5, 12, 14])  # of the 14 tokens: one by one, a ragged last chunk, all at once
+@pytest.mark.parametrize('rows', [1, 5, 24, 48])  # of the 48 tokens: one by one, a ragged last chunk, all at once
 @pytest.mark.parametrize('update', ['lt_nag', 'ngpt'])
 def test_loss_in_chunks(update, rows, monkeypatch):
     """The chunk size changes neither the loss nor its gradients, and no more than a chunk of logits is ever held."""
-    V = 997
-    model, idx, targets = nontrivial(update=update, vocab_size=V), tokens(vocab_size=V), targets_with_gaps(vocab_size=V)
+    B, T, V = 6, 8, 997
+    model, idx, targets = nontrivial(update=update, vocab_size=V), tokens(B, T, V), targets_with_gaps(B, T, V)
     logits, _ = model(idx, return_logits=True)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     plain.backward()
@@ -203,6 +203,32 @@ def test_learns(update):
                 p -= 0.05 * p.grad
         model.normalize_weights()
     assert losses[-1] < losses[0]
+
+
+def test_dropout_acts_on_embeddings_attention_weights_and_sublayer_outputs():
+    """At those places half of the numbers are zero, the others doubled; and the attention's own answer varies."""
+    model = nontrivial(update='lt_nag', dropout=0.5).train()
+    seen = {}
+    block = model.transformer.h[0]
+    block.register_forward_pre_hook(lambda _, args: seen.update(x=args[0], v=args[1]))
+    for name in ('attn', 'mlp'):
+        getattr(block, name).register_forward_hook(lambda _, args, out, name=name: seen.update({name: out}))
+        getattr(block, name).c_proj.register_forward_hook(lambda _, args, out, name=name: seen.update(
+            {f'{name}_full': out, f'{name}_in': args[0]}))
+    idx = tokens(B=8, T=8)
+    model(idx)
+    table = model.transformer
+    seen |= {'x_full': table.wte(idx) + table.wpe.weight, 'v_full': table.vte(idx) + table.vpe.weight}
+    for name in ('x', 'v', 'attn', 'mlp'):
+        kept = seen[name] != 0
+        assert 0.4 < kept.double().mean() < 0.6, name
+        assert torch.allclose(seen[name][kept], 2 * seen[f'{name}_full'][kept]), name
+    x = seen['x'].detach()
+    answers = []
+    for _ in range(2):
+        block.attn(x)
+        answers.append(seen['attn_in'])
+    assert not torch.allclose(*answers)
 
 
 @pytest.mark.parametrize('update', [name for name, (rule, _) in SCHEMES.items() if not rule.normalized])

@@ -49,7 +49,8 @@ def test_every_parameter_has_exactly_one_kind(variant):
     kinds = route(model)
     names = [name for params in kinds.values() for name in params]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())  # a tied head is listed once there
-    assert {name: kind for kind, params in kinds.items() for name in params} == {name: kind_by_name(name) for name in names}
+    assert {name: kind for kind, params in kinds.items() for name in params} == {name: kind_by_name(name)
+                                                                                 for name in names}
     everything = dict(model.named_parameters())
     assert all(p is everything[name] for params in kinds.values() for name, p in params.items())
 
@@ -99,7 +100,8 @@ def test_rate_and_decay_by_kind(update, options):
             if isinstance(one, torch.optim.AdamW):
                 assert group['betas'] == (0.9, 0.95)
             else:
-                assert (group['momentum'], group['nesterov'], group['adjust_lr_fn'] or 'original') == (0.95, True, 'original')
+                assert (group['momentum'], group['nesterov'], group['adjust_lr_fn'] or 'original') == (0.95, True,
+                                                                                                       'original')
     assert seen == set(route(fresh(update=update)))
 
 
@@ -113,7 +115,8 @@ def test_the_table_lists_every_tensor(update):
     model, optimizer = made(update)
     lines = describe(optimizer).splitlines()
     assert sum(int(line.split()[-1]) for line in lines[1:]) == len(list(model.parameters()))
-    assert any('wte' in line and 'AdamW' in line for line in lines) and any('c_attn' in line and 'Muon' in line for line in lines)
+    assert any('wte' in line and 'AdamW' in line for line in lines) and any('c_attn' in line and 'Muon' in line
+                                                                            for line in lines)
 
 
 # schedule
@@ -126,16 +129,19 @@ def table(**options):
 @pytest.mark.parametrize('options, expected', [
     (dict(max_iters=100, warmup_iters=10, min_lr=0.1),
      {0: 1 / 11, 4: 5 / 11, 9: 10 / 11, 10: 1.0, 55: 0.55, 100: 0.1, 101: 0.1, 10**6: 0.1}),
-    (dict(max_iters=100, warmup_iters=0, min_lr=0.0), {0: 1.0, 25: 0.5 + 0.5 * math.cos(math.pi / 4), 50: 0.5, 100: 0.0}),
+    (dict(max_iters=100, warmup_iters=0, min_lr=0.0),
+     {0: 1.0, 25: 0.5 + 0.5 * math.cos(math.pi / 4), 50: 0.5, 100: 0.0}),
     (dict(max_iters=100, warmup_iters=10, min_lr=0.1, lr_decay_iters=50), {10: 1.0, 30: 0.55, 50: 0.1, 99: 0.1}),
     (dict(max_iters=100, warmup_iters=10, decay_lr=False), {0: 1 / 11, 10: 1.0, 99: 1.0, 1000: 1.0}),
     (dict(max_iters=100, warmup_iters=10, min_lr=0.1, schedule='wsd'),
      {0: 1 / 11, 10: 1.0, 80: 1.0, 90: 0.55, 99: 0.145, 100: 0.1, 500: 0.1}),
     (dict(max_iters=100, warmup_iters=10, min_lr=0.0, schedule='wsd', wsd_decay=0.5), {50: 1.0, 75: 0.5, 100: 0.0}),
-    (dict(max_iters=100, warmup_iters=90, min_lr=0.0, schedule='wsd', wsd_decay=0.5), {89: 90 / 91, 90: 1.0, 95: 0.5, 100: 0.0}),
+    (dict(max_iters=100, warmup_iters=90, min_lr=0.0, schedule='wsd', wsd_decay=0.5),
+     {89: 90 / 91, 90: 1.0, 95: 0.5, 100: 0.0}),
     (dict(max_iters=10, warmup_iters=20, min_lr=0.1), {0: 1 / 21, 9: 10 / 21, 19: 20 / 21, 20: 1.0, 21: 0.1}),
     (dict(max_iters=0), {0: 1.0, 1: 0.1}),
-], ids=['cosine', 'cosine-ngpt', 'lr_decay_iters', 'no-decay', 'wsd', 'wsd-half', 'wsd-after-warmup', 'warmup-longer-than-run', 'empty'])
+], ids=['cosine', 'cosine-ngpt', 'lr_decay_iters', 'no-decay', 'wsd', 'wsd-half', 'wsd-after-warmup',
+        'warmup-longer-than-run', 'empty'])
 def test_schedule_table(options, expected):
     schedule = table(**options)
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-12)
@@ -180,7 +186,8 @@ def test_every_parameter_moves_at_the_first_step(update, options):
 def test_muon_equals_torchs_bitwise(qkv, parts):
     """In torch's own precision, bfloat16; split: q, k and v as three matrices of three optimizers."""
     options = dict(lr=0.03, momentum=0.95, nesterov=True, weight_decay=0.2)
-    model, optimizer = made('lt_nag', torch.bfloat16, optimizer='muon', muon_qkv=qkv, muon_lr=0.03, muon_weight_decay=0.2)
+    model, optimizer = made('lt_nag', torch.bfloat16, optimizer='muon', muon_qkv=qkv, muon_lr=0.03,
+                            muon_weight_decay=0.2)
     block = model.transformer.h[0]
     for matrix, n in ((block.attn.c_attn.weight, parts), (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1)):
         matrix.expected = [nn.Parameter(part.clone()) for part in matrix.detach().chunk(n)]
@@ -222,7 +229,8 @@ def test_fused_muon_takes_qkv_as_one_matrix():
 
 @pytest.mark.parametrize('qkv', ['fused', 'split'])
 def test_decay_alone_shrinks_by_exactly_its_factor(qkv):
-    model, optimizer = made('lt_nag', optimizer='muon', muon_qkv=qkv, muon_lr=0.1, muon_weight_decay=0.5, learning_rate=0.01,
+    model, optimizer = made('lt_nag', optimizer='muon', muon_qkv=qkv, muon_lr=0.1, muon_weight_decay=0.5,
+                            learning_rate=0.01,
                             weight_decay=0.25)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
@@ -245,7 +253,7 @@ def test_muon_leaves_a_parameter_without_gradient_alone(qkv):
 
 
 def test_muon_update_size_by_shape():
-    """Muon's `original` scale: an orthogonal update (RMS 1 / sqrt(longer side)) times lr sqrt(max(1, rows / columns))."""
+    """Muon's `original` scale: an orthogonal update (RMS 1 / sqrt(longer side)) x lr sqrt(max(1, rows / columns))."""
     model = perturb(fresh(update='gd', n_embd=32))
     optimizer = configure_optimizer(model, resolved(optimizer='muon', muon_lr=0.01))
     block = model.transformer.h[0]

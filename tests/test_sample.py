@@ -1,5 +1,6 @@
 """sample.py: a checkpoint is all it needs."""
 
+import re
 import shutil
 
 import pytest
@@ -15,7 +16,8 @@ def run_folder(tmp_path_factory):
     """A run that learned the alphabet, its data folder deleted."""
     folder = tmp_path_factory.mktemp('sample')
     write_data(folder / 'data')
-    assert train(folder / 'data', folder / 'out', max_iters=60, optimizer='adamw', learning_rate=0.03, eval_interval=30).code == 0
+    assert train(folder / 'data', folder / 'out', max_iters=60, optimizer='adamw', learning_rate=0.03,
+                 eval_interval=30).code == 0
     shutil.rmtree(folder / 'data')
     return folder / 'out'
 
@@ -25,7 +27,8 @@ def draw(run_folder, capsys):
     """Runs sample.py -> (exit code, message, samples)."""
     def run(**options):
         capsys.readouterr()
-        defaults = dict(out_dir=run_folder, start='abc', num_samples=1, max_new_tokens=12, device='cpu', dtype='float32')
+        defaults = dict(out_dir=run_folder, start='abc', num_samples=1, max_new_tokens=12, device='cpu',
+                        dtype='float32')
         code, message = call(sample.main, arguments({**defaults, **options}))
         return code, message, capsys.readouterr().out.split('\n' + '-' * 15 + '\n')[:-1]
     return run
@@ -82,13 +85,15 @@ def test_best_is_taken_then_the_last(draw, run_folder, tmp_path):
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(start='abcXYé'), "'X', 'Y', '\\\\xe9'"), (dict(start=''), 'start is empty'), (dict(start='FILE:missing.txt'), 'missing.txt'),
-    (dict(out_dir='no-such-run'), r'no-such-run.*no such checkpoint.*--out_dir'), (dict(init_from='no-such.pt'), 'no-such.pt'),
-    (dict(temperature=-1), 'temperature'), (dict(num_samples=0), 'num_samples'), (dict(max_new_tokens=0), 'max_new_tokens'), (dict(top_k=-1), 'top_k'),
+    (dict(start='abcXYé'), "'X', 'Y', '\\\\xe9'"), (dict(start=''), 'start is empty'),
+    (dict(start='FILE:missing.txt'), 'missing.txt'),
+    (dict(out_dir='no-such-run'), r'no-such-run.*no such checkpoint.*--out_dir'),
+    (dict(init_from='no-such.pt'), 'no-such.pt'),
+    (dict(temperature=-1), 'temperature'), (dict(num_samples=0), 'num_samples'),
+    (dict(max_new_tokens=0), 'max_new_tokens'), (dict(top_k=-1), 'top_k'),
     (dict(device='warp'), 'device=warp'), (dict(tempreature=1), "did you mean 'temperature'"),
 ], ids=str)
 def test_mistakes(draw, options, message):
-    import re
     code, told, samples = draw(**options)
     assert code == 2 and re.search(message, told) and samples == [], told
 
@@ -106,10 +111,11 @@ def test_a_damaged_checkpoint(draw, tmp_path, content):
     assert code == 2 and 'ckpt.pt' in message
 
 
-@pytest.mark.parametrize('description', [None, 5, {'kind': 'char', 'chars': ['a']}, {'kind': 'char', 'chars': list('abcdefghijklmnop')}, {'kind': 'word'}],
+@pytest.mark.parametrize('description', [None, 5, {'kind': 'char', 'chars': ['a']},
+                                         {'kind': 'char', 'chars': list('abcdefghijklmnop')}, {'kind': 'word'}],
                          ids=str)
 def test_a_tokenizer_that_does_not_fit_the_weights(draw, tmp_path, run_folder, description):
-    """More entries than the table has rows, or no tokenizer at all: told, not an index error. Fewer are never sampled beyond."""
+    """More entries than the table has rows, or no tokenizer at all: told. Fewer: never sampled beyond."""
     state = checkpoint.read(run_folder / 'ckpt.pt') | {'tokenizer': description}
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
     code, message, samples = draw(out_dir=tmp_path, start='a', temperature=2.0)
