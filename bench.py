@@ -15,6 +15,7 @@ if __name__ == '__main__':
     show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')  # before torch is imported: instant
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -39,7 +40,7 @@ from configurator import UserError, build, parse, run
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from plot import table
-from train import TrainConfig
+from train import TrainConfig, update
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEER = 'hf_gpt2'
@@ -115,18 +116,12 @@ class Scheme:
         if 'train' in cfg.what:
             runtime.compile_model(self.model, cfg.compile, rt)
             train_cfg = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size).resolve(gpt_cfg.normalized)
-            self.optimizer, self.grad_clip = configure_optimizer(self.model, train_cfg), train_cfg.grad_clip
+            self.optimizer, self.grad_clip = configure_optimizer(self.model, train_cfg, rt.dtype), train_cfg.grad_clip
             self.scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
 
     def step(self):
-        with self.rt.autocast():
-            _, loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        if torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip).isfinite():  # waits for the GPU, as train.py
-            self.optimizer.step()
-        self.scaler.update()
-        self.model.zero_grad(set_to_none=True)
+        batch = self.tokens[:, :-1], self.tokens[:, 1:]
+        update(self.model, self.model, self.optimizer, self.scaler, itertools.repeat(batch), 1, self.grad_clip, self.rt)
 
     def generate(self):
         # every token lengthens the cache: compiled code would be compiled over and over
@@ -135,7 +130,7 @@ class Scheme:
 
 
 class HuggingFace:
-    """transformers' GPT-2 as its user would have it: float32 (on CUDA TF32, as ours), AdamW, its own cached generate."""
+    """transformers' GPT-2 as its user would have it: float32, AdamW, its own cached generate."""
 
     def __init__(self, name, gpt_cfg, cfg, rt):
         import transformers
@@ -150,7 +145,7 @@ class HuggingFace:
         self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
         if 'train' in cfg.what:
             runtime.compile_model(self.model, cfg.compile, rt)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=TrainConfig.learning_rate)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=TrainConfig().resolve(False).learning_rate)
 
     def step(self):
         x = self.tokens[:, :-1]

@@ -3,7 +3,6 @@
 A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the weights of the best
 validation loss). A file is a dict of tensors and plain types with a digest of its contents.
 """
-import dataclasses
 import hashlib
 import os
 import re
@@ -14,7 +13,7 @@ import torch
 
 from configurator import UserError, convert
 from model import GPT, GPTConfig
-from runtime import warn
+from runtime import warn, world
 
 VERSION = 1
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # what GPT.from_pretrained downloads
@@ -177,12 +176,11 @@ def read_latest(folder):
     candidates = [p for p in (folder / 'ckpt.pt', *history(folder)) if p.exists()]
     for path in candidates:
         try:
-            state = read(path)
+            return read(path)
         except UserError as error:
-            warn(f'{error}; falling back to the one before')
+            if world()[0] == 0:
+                warn(f'{error}; falling back to the one before')
             failed = error
-            continue
-        return state
     if failed:
         raise failed
     return None
@@ -208,7 +206,7 @@ def build_model(state, where, **overrides):
     if table is None or table.shape != (cfg.vocab_size, cfg.n_embd):
         raise UserError(f'{where}: weights that do not fit its configuration: transformer.wte.weight')
     with torch.device('meta'):
-        expected = GPT(dataclasses.replace(cfg)).state_dict()
+        expected = GPT(cfg).state_dict()
     wrong = [name for name in expected.keys() | weights.keys()
              if name not in expected or name not in weights or expected[name].shape != weights[name].shape]
     if wrong:

@@ -123,7 +123,7 @@ class TrainLoader:
                 batch = ahead.result()
                 self.next += self.stride
                 ahead = pool.submit(self.micro_batch, self.next)
-                yield tuple(t.to(self.device, non_blocking=True) for t in batch)
+                yield tuple(t.to(self.device, non_blocking=self.device.type == 'cuda') for t in batch)
 
 
 def eval_windows(n_windows, count):

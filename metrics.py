@@ -1,5 +1,6 @@
 """The record of a run: metrics.jsonl, and Weights & Biases on request."""
 import json
+import math
 import os
 from pathlib import Path
 
@@ -36,7 +37,8 @@ class Metrics:
 
     def write(self, record):
         try:
-            self.file.write(json.dumps(record) + '\n')
+            finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+            self.file.write(json.dumps(finite) + '\n')  # JSON has no NaN
             self.file.flush()
         except OSError as error:  # a full disk costs records, not the run
             warn(f'{self.path}: {error.strerror}; the record of step {record["step"]} is lost')

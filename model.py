@@ -49,8 +49,8 @@ class Scale(nn.Module):
 
 
 def retract(x, dim=-1):
-    """Norm(x) = x / ||x||_2: back onto the unit sphere (nGPT, section 2.1)."""
-    return F.normalize(x, dim=dim)
+    """Norm(x) = x / ||x||_2: back onto the unit sphere (nGPT, section 2.1), in float32 at least."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim)
 
 
 def pre_norm(cfg):
@@ -367,7 +367,7 @@ class GPT(nn.Module):
         """
         if self.cfg.normalized:
             for module in self.modules():
-                if hasattr(module, 'embd_axis'):
+                if isinstance(module, (Linear, Embedding)):
                     module.weight.copy_(retract(module.weight, dim=module.embd_axis))
 
     def num_params(self):

@@ -56,33 +56,32 @@ class Muon(torch.optim.Muon):
     def step(self, closure=None):
         for group in self.param_groups:
             params = [p for p in group['params'] if p.grad is not None]
-            updates = []
-            for p in params:
-                state = self.state[p]
-                if not state:
-                    state['momentum_buffer'] = torch.zeros_like(p)
-                buffer = state['momentum_buffer'].lerp_(p.grad, 1 - group['momentum'])
-                updates.append(p.grad.lerp(buffer, group['momentum']))
-            for p, update in zip(params, self.orthogonalized(updates, group)):
+            for p, update in zip(params, self.orthogonalized(params, group)):
                 p.mul_(1 - group['lr'] * group['weight_decay'])
                 rows, columns = p.size(0) / group['blocks'], p.size(1)
                 p.add_(update, alpha=-group['lr'] * math.sqrt(max(1, rows / columns)))  # adjust_lr_fn='original'
 
-    def orthogonalized(self, updates, group):
-        """Yields the matrices orthogonalized, block by block; sharded ones in rounds of one matrix a rank."""
-        def whole(matrix):
+    def nesterov(self, p, momentum):
+        state = self.state[p]
+        if not state:
+            state['momentum_buffer'] = torch.zeros_like(p)
+        return p.grad.lerp(state['momentum_buffer'].lerp_(p.grad, 1 - momentum), momentum)
+
+    def orthogonalized(self, params, group):
+        """Yields the parameters' updates, orthogonalized block by block; sharded ones in rounds of one matrix a rank."""
+        def orthogonal(matrix):
             return torch.cat([orthogonalize(block, self.dtype, group['ns_coefficients'], group['ns_steps'], group['eps'])
                               for block in matrix.chunk(group['blocks'])])
-        if not updates or not isinstance(updates[0], DTensor):
-            yield from map(whole, updates)
+        if not params or not isinstance(params[0], DTensor):
+            yield from (orthogonal(self.nesterov(p, group['momentum'])) for p in params)
             return
-        mesh = updates[0].device_mesh
-        for i in range(0, len(updates), mesh.size()):
-            turn = updates[i:i + mesh.size()]
+        mesh = params[0].device_mesh
+        for i in range(0, len(params), mesh.size()):
+            turn = [self.nesterov(p, group['momentum']) for p in params[i:i + mesh.size()]]
             full = [update.full_tensor() for update in turn]  # every rank needs to take part in each
             mine = mesh.get_local_rank()
             if mine < len(turn):
-                full[mine] = whole(full[mine]).to(turn[mine].dtype)
+                full[mine] = orthogonal(full[mine]).to(turn[mine].dtype)
             for owner, (update, matrix) in enumerate(zip(turn, full)):
                 yield distribute_tensor(matrix, mesh, update.placements, src_data_rank=owner)
 
@@ -109,6 +108,8 @@ class JointOptimizer:
         self.param_groups = [{'params': list(names)}]  # what GradScaler.unscale_ asks for
         for group in self.groups:
             group['peak_lr'] = group['lr']
+        shared = any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in optimizers)
+        self.gloo = dist.new_group(backend='gloo') if shared else None  # states meet in main memory, not on rank 0's GPU
 
     def set_lr(self, multiplier):
         """Every group's rate = its own peak rate x the schedule's multiplier."""
@@ -131,11 +132,12 @@ class JointOptimizer:
 
     def state_dict(self):
         """{parameter name: {state name: tensor}}, whole on rank 0. All ranks must take part if they share the work."""
-        state = {self.names[p]: {key: whole(value) for key, value in of[p].items()}
+        state = {self.names[p]: {key: gathered(value) for key, value in of[p].items()}
                  for of, params in self.local_states() for p in params if p in of}
-        if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in self.optimizers):
+        if self.gloo is not None:
+            state = {name: {key: value.cpu() for key, value in values.items()} for name, values in state.items()}
             shares = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(state, shares)
+            dist.gather_object(state, shares, group=self.gloo)
             for share in shares or ():
                 state |= share
         return state
@@ -147,19 +149,22 @@ class JointOptimizer:
         for of, params in self.local_states():
             for p in params:
                 if self.names[p] in state:
-                    of[p] = {key: like(value, p) if value.dim() else value.clone() for key, value in state[self.names[p]].items()}
+                    of[p] = {key: like(value, p) for key, value in state[self.names[p]].items()}
 
 
-def whole(value):
-    """A sharded tensor put together in main memory, any other as it is."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+def gathered(value):
+    """A sharded tensor put together in rank 0's main memory (all ranks must take part), any other as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    value = value.full_tensor()
+    return value.cpu() if dist.get_rank() == 0 else None
 
 
 def like(value, p):
-    """A whole tensor placed as the parameter is: on its device, sharded as it is."""
-    if isinstance(p, DTensor):
-        return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-    return value.to(p.device, copy=True)
+    """A copy of a whole tensor placed as the parameter is: on its device, and sharded as it is, but for single numbers."""
+    value = value.to(p.device, copy=True)
+    sharded = isinstance(p, DTensor) and value.dim()
+    return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if sharded else value
 
 
 def configure_optimizer(model, cfg, dtype=torch.float32):
@@ -203,10 +208,10 @@ def describe(optimizer):
     """The routing as a table, a line for each parameter name and shape, the layers folded into `h.*`."""
     rows = {}
     for one in optimizer.optimizers:
-        cls = getattr(one, 'optim', one)
+        name = type(getattr(one, 'optim', one)).__name__
         for group in one.param_groups:
             for p in group['params']:
-                key = (re.sub(r'\.h\.\d+\.', '.h.*.', optimizer.names[p]), str(tuple(p.shape)), type(cls).__name__, group['kind'],
+                key = (re.sub(r'\.h\.\d+\.', '.h.*.', optimizer.names[p]), str(tuple(p.shape)), name, group['kind'],
                        f'{group["peak_lr"]:g}', f'{group["weight_decay"]:g}')
                 rows[key] = rows.get(key, 0) + 1
     head = ('parameter', 'shape', 'optimizer', 'kind', 'peak lr', 'decay', 'tensors')
@@ -218,13 +223,13 @@ def describe(optimizer):
 def lr_multiplier(step, cfg):
     """The share of its peak rate at which the update number `step` (from 0) is made.
 
-    Linear warmup: (step + 1) / (warmup_iters + 1), so no step has rate 0. Then 'cosine': half a cosine from 1 to
+    decay_lr=False: always 1, as in nanoGPT. Linear warmup: (step + 1) / (warmup_iters + 1), so no step has rate 0. Then 'cosine': half a cosine from 1 to
     min_lr / learning_rate at lr_decay_iters; 'wsd': 1, and a straight line down over the last wsd_decay of the run.
     """
-    if step < cfg.warmup_iters:
-        return (step + 1) / (cfg.warmup_iters + 1)
     if not cfg.decay_lr:
         return 1.0
+    if step < cfg.warmup_iters:
+        return (step + 1) / (cfg.warmup_iters + 1)
     start = cfg.warmup_iters
     if cfg.schedule == 'wsd':
         start = max(start, cfg.lr_decay_iters - round(cfg.wsd_decay * cfg.lr_decay_iters))

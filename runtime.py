@@ -13,8 +13,8 @@ import torch.distributed as dist
 from configurator import ROOT, UserError
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-PEAK_FLOPS = {  # dense bfloat16 operations per second by device name (the makers' data sheets)
-    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12,
+PEAK_FLOPS = {  # dense 16-bit operations per second by device name (the makers' data sheets); the first match counts
+    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12,
     'A10G': 70e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
 
 
@@ -71,7 +71,7 @@ class Runtime:
     def device_name(self):
         if self.device.type == 'cuda':
             return torch.cuda.get_device_name(self.device)
-        return torch.cpu.get_capabilities().get('cpu_name') or platform.processor() or self.device.type
+        return cpu_features().get('cpu_name') or platform.processor() or self.device.type
 
     def peak_flops(self):
         """bfloat16 operations per second of one such device, None if unknown."""
@@ -79,39 +79,43 @@ class Runtime:
         return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def start(device='auto', dtype='auto', backend='auto', seed=0):
-    """Picks the device, then the dtype it is good at; joins the process group under torchrun; seeds torch's generators.
+def world():
+    """(rank, number of processes) as torchrun tells them."""
+    return (int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])) if 'RANK' in os.environ else (0, 1)
+
+
+def start(device='auto', dtype='auto', backend='auto'):
+    """Picks the device, then the dtype it is good at; joins the process group under torchrun.
 
     Raises UserError for a device or dtype that this machine lacks.
     """
-    env = os.environ
-    rank, world_size, local_rank = (int(env.get(key, default)) for key, default in
-                                    (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-    if 'RANK' not in env:
-        world_size = 1
+    rank, world_size = world()
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     try:
         device = torch.device(device)
-        if device.type == 'cuda' and 'RANK' in env:
-            device = torch.device('cuda', local_rank)
+        if device.type == 'cuda':
+            device = torch.device('cuda', int(os.environ['LOCAL_RANK']) if 'RANK' in os.environ else device.index or 0)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f'device={device}: not usable here ({str(error).splitlines()[0]}); try --device=cpu') from None
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if dtype == 'auto':
         dtype = 'bfloat16' if has_bfloat16(device) else 'float32'
     if dtype == 'float16' and device.type == 'cpu':
         raise UserError('dtype=float16: no gain on a CPU and easily out of range; use bfloat16 or float32')
-    if 'RANK' in env and not dist.is_initialized():
+    if 'RANK' in os.environ and not dist.is_initialized():
         backend = ('nccl' if device.type == 'cuda' else 'gloo') if backend == 'auto' else backend
         if backend == 'nccl' and device.type != 'cuda':
             raise UserError(f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo')
         dist.init_process_group(backend, device_id=device if backend == 'nccl' else None)
-    torch.manual_seed(seed + rank)  # weights are rank 0's (DDP broadcasts them); dropout differs by rank
     return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def cpu_features():
+    """{name: value} of this CPU, as far as torch tells (2.9 does not)."""
+    return getattr(torch.cpu, 'get_capabilities', dict)() or {'avx512_bf16': torch.cpu._is_avx512_bf16_supported()}
 
 
 def has_bfloat16(device):
@@ -119,7 +123,7 @@ def has_bfloat16(device):
     if device.type == 'cuda':
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == 'cpu':
-        features = torch.cpu.get_capabilities()
+        features = cpu_features()
         return any(features.get(name) for name in ('avx512_bf16', 'amx_bf16', 'bf16'))
     return False
 
@@ -136,7 +140,7 @@ def compile_model(model, mode, runtime):
     except Exception as error:  # a missing C++ compiler, Triton or Python headers: each fails in its own way
         runtime.print(f'warning: compile={mode}: no working compiler here, going on without ({str(error).strip().splitlines()[0]})')
         return False
-    model.compile()
+    model.compile(dynamic=False)  # evaluation's batch size gets a graph of its own, not a slower one for all sizes
     return True
 
 

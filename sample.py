@@ -35,7 +35,7 @@ class SampleConfig:
     seed: int = 1337
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls
-    compile: Literal['auto', 'True', 'False'] = 'False'  # pays off for long texts on CUDA only
+    compile: Literal['auto', 'True', 'False'] = 'False'  # to try compiled code; slower, since the text's every length is compiled
 
     def __post_init__(self):
         at_least(self, num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
@@ -48,7 +48,8 @@ def load(cfg):
     else:
         path = Path(cfg.init_from)
         if cfg.init_from == 'resume':
-            path = next((p for p in (Path(cfg.out_dir) / name for name in ('best.pt', 'ckpt.pt')) if p.exists()), Path(cfg.out_dir) / 'ckpt.pt')
+            best, last = (Path(cfg.out_dir) / name for name in ('best.pt', 'ckpt.pt'))
+            path = best if best.exists() else last
         state = checkpoint.read(path)
         description = state.get('tokenizer')
         if description is None:  # nanoGPT's files do not say

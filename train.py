@@ -50,8 +50,8 @@ class TrainConfig:
     gradient_accumulation_steps: int = 40  # micro-batches in an update, all processes together
     max_iters: int = 30000  # updates; 0 only evaluates and saves
     # optimizer
-    optimizer: Literal['adamw', 'muon'] = 'muon'  # muon: for the matrices inside the layers, AdamW for the rest
-    learning_rate: float = 6e-4  # AdamW's peak rate
+    optimizer: Literal['adamw', 'muon'] | None = None  # muon (default): for the matrices inside the layers; ngpt's default: adamw
+    learning_rate: float | None = None  # AdamW's peak rate; default 6e-4, for ngpt 15e-4
     weight_decay: float | None = None  # AdamW's, on matrices and embeddings; default 0.1, for ngpt 0
     beta1: float = 0.9  # AdamW's
     beta2: float = 0.95  # AdamW's
@@ -63,7 +63,7 @@ class TrainConfig:
     scalar_lr_mult: float = 5.0  # the rate of mu, beta, gamma, nu over learning_rate
     # schedule, of every group
     schedule: Literal['cosine', 'wsd'] = 'cosine'  # cosine, or warmup-stable-decay
-    decay_lr: bool = True  # False: constant after warmup
+    decay_lr: bool = True  # False: constant, without warmup
     warmup_iters: int | None = None  # default max_iters / 10, for ngpt 0
     lr_decay_iters: int | None = None  # update at which min_lr is reached; default max_iters
     min_lr: float | None = None  # default learning_rate / 10, for ngpt 0
@@ -102,19 +102,22 @@ class TrainConfig:
             raise UserError(f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out')
         if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
             raise UserError('parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile')
-        if self.min_lr is not None and self.min_lr > self.learning_rate:
-            raise UserError(f'min_lr={self.min_lr} is above learning_rate={self.learning_rate}')
 
     def resolve(self, normalized):
         """The same with every None filled in, for a scheme on the sphere or not; UserError for options without effect."""
-        muon, decay = self.optimizer == 'muon', self.decay_lr
+        optimizer = self.optimizer or ('adamw' if normalized else 'muon')
+        rate = self.learning_rate or (15e-4 if normalized else 6e-4)
+        muon, decay = optimizer == 'muon', self.decay_lr
+        if self.min_lr is not None and self.min_lr > rate:
+            raise UserError(f'min_lr={self.min_lr} is above learning_rate={rate}')
         defaults = {  # name: (has an effect, default)
-            'weight_decay': (True, 0.0 if normalized else 0.1), 'warmup_iters': (True, 0 if normalized else self.max_iters // 10),
+            'optimizer': (True, optimizer), 'learning_rate': (True, rate),
+            'weight_decay': (True, 0.0 if normalized else 0.1), 'warmup_iters': (decay, 0 if normalized else self.max_iters // 10),
             'muon_lr': (muon, 0.004), 'muon_momentum': (muon, 0.95), 'muon_weight_decay': (muon, 0.0), 'muon_qkv': (muon, 'fused'),
-            'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else self.learning_rate / 10),
+            'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else rate / 10),
             'wsd_decay': (decay and self.schedule == 'wsd', 0.2)}
         if idle := [name for name, (has_effect, _) in defaults.items() if not has_effect and getattr(self, name) is not None]:
-            raise UserError(f'no effect with optimizer={self.optimizer}, decay_lr={decay}, schedule={self.schedule}: '
+            raise UserError(f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}: '
                             f'{", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config file\'s with '
                             f'{" ".join(f"--{name}=None" for name in idle)}')
         return replace(self, **{name: default for name, (has_effect, default) in defaults.items()
@@ -156,9 +159,10 @@ def continued(cfg, given, state):
     """`cfg` with the checkpoint's own options for those not given; UserError if the data order or the optimizer would change."""
     saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
     folder = cfg.out_dir
-    cfg = replace(saved, **{key: value for key, value in given.items() if hasattr(saved, key)}, **({} if 'out_dir' in given else {'out_dir': folder}))
+    cfg = replace(saved, **{'out_dir': folder, **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given}})
+    normalized = GPTConfig(**convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')).normalized
     for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
-        before, now = getattr(saved, name), getattr(cfg, name)
+        before, now = getattr(saved.resolve(normalized), name), getattr(cfg.resolve(normalized), name)
         if before != now:
             hint = ' (batch_size x gradient_accumulation_steps)' if name == 'sequences' else ''
             raise UserError(f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '
@@ -184,7 +188,7 @@ def starting_model(given, cfg, state, meta, resumed):
         gpt = {'vocab_size': padded, **gpt}
         if gpt['vocab_size'] < vocab:
             raise UserError(f'vocab_size={gpt["vocab_size"]}, but dataset={cfg.dataset} has {vocab} token ids; leave it out to get '
-                            f'{padded}')
+                            f'{padded}, or set --vocab_size={padded}')
         model = GPT(GPTConfig(**{'vocab_used': vocab, **gpt}))
     for key, value in gpt.items():
         if value is not None and value != getattr(model.cfg, key):
@@ -265,12 +269,13 @@ def main(argv):
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
     if resumed and not {'train_config', 'optimizer', 'scaler', 'rng', 'data'} <= state.keys():
-        raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
+        raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
+                        f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     if resumed:
         options = continued(options, given, state)
     elif state is None and options.init_from not in PRETRAINED:
         build(GPTConfig, given)  # its contradictions come before the data's
-    world_size, accum_steps = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1, options.gradient_accumulation_steps
+    (_, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
     if 'RANK' not in os.environ and (options.zero or options.parallel == 'fsdp') and not options.eval_only:
         raise UserError('zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out')
     if accum_steps % world_size:
@@ -326,9 +331,9 @@ def main(argv):
         step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
         optimizer.load_state_dict(state['optimizer'])
         scaler.load_state_dict(state['scaler'])
+        before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
         rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
-            f'{key}: {state["train_config"][key]} -> {value}' for key, value in asdict(options).items()
-            if key != 'init_from' and value != state['train_config'].get(key, value)]))
+            f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))
     first_step, state = step, None  # the checkpoint's tensors are copied by now
     metrics = saver = None
     if rt.is_main:
@@ -385,7 +390,7 @@ def main(argv):
         # tell
         if skipped:
             rt.print(f'warning: step {step:,}: gradient norm {grad_norm}, update skipped ({skipped} in a row)')
-            if skipped >= cfg.max_skipped and not scaler.is_enabled():  # float16's scaler needs a few to find its scale
+            if skipped >= cfg.max_skipped + 20 * scaler.is_enabled():  # float16's scaler halves its way from 2^16 to its scale
                 raise SystemExit(f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint '
                                  f'is untouched; try a lower learning rate')
         bar.update()

@@ -6,7 +6,7 @@ n_head = 4
 n_embd = 128
 block_size = 64
 
-batch_size = 16
+batch_size = 12
 gradient_accumulation_steps = 1
 max_iters = 1000
 eval_interval = 200
@@ -14,3 +14,4 @@ eval_iters = 20
 
 optimizer = 'muon'
 muon_lr = 0.02
+learning_rate = 3e-3  # the best of 6e-4, 1.5e-3 and 3e-3 for gd as for lt_nag (400 steps)
