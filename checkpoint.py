@@ -68,7 +68,7 @@ class Saver:
         """
         self.wait()
         state = snapshot(state)
-        files = {'ckpt.pt': state} | ({'best.pt': {key: state[key] for key in WEIGHTS}} if best else {})
+        files = ({'best.pt': {key: state[key] for key in WEIGHTS}} if best else {}) | {'ckpt.pt': state}  # a kill between: best is found again
         self.pending = self.pool.submit(lambda: all([self.write(name, content) for name, content in files.items()]))
 
     def wait(self):
@@ -118,11 +118,28 @@ class Saver:
 
 
 def clear(folder):
-    """Makes the folder and deletes the files of a run in it."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (*(folder / name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl')), *history(folder)):
-        path.unlink(missing_ok=True)
+    """Makes the folder and deletes the files of a run in it; UserError if it cannot be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path in run_files(folder):
+            path.unlink()
+    except OSError as error:
+        raise UserError(f'out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir') from None
+
+
+def run_files(folder):
+    """The files of a run that are in the folder."""
+    named = (Path(folder) / name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl'))
+    return [path for path in named if path.exists()] + history(folder)
+
+
+def pretrained(name, **overrides):
+    """GPT.from_pretrained; UserError if transformers or the weights are not to be had."""
+    try:
+        return GPT.from_pretrained(name, **overrides)
+    except (ImportError, OSError) as error:
+        raise UserError(f'init_from={name}: {str(error).splitlines()[0]:.200}; needs `pip install transformers` and a connection '
+                        f'(or its cache)') from None
 
 
 def history(folder):

@@ -15,6 +15,7 @@ import operator
 import os
 import re
 import sys
+import time
 import typing
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -34,8 +35,10 @@ def run(main):
     try:
         main(sys.argv[1:])
     except UserError as error:
-        if os.environ.get('RANK', '0') == '0':
-            print(f'error: {error}', file=sys.stderr, flush=True)
+        rank = os.environ.get('RANK', '0')
+        if rank != '0':
+            time.sleep(2)  # if rank 0 has the same to say, this process is ended before it repeats it
+        print(f'error: {error}' + f' (rank {rank})' * (rank != '0'), file=sys.stderr, flush=True)
         dist = sys.modules.get('torch.distributed')
         if dist and dist.is_available() and dist.is_initialized():
             os._exit(2)  # torn down in the middle, a process group can wait for the others for ever

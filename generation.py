@@ -55,7 +55,7 @@ def sample_token(logits, temperature, top_k):
         raise ValueError('the model gave non-finite logits: its weights are damaged')
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no overflow however cold
     if top_k is not None and top_k < logits.size(-1):
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)  # exactly top_k of them, ties or not

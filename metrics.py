@@ -4,14 +4,15 @@ import math
 import os
 from pathlib import Path
 
+from configurator import UserError
 from runtime import warn
 
 
 def step_of(line):
     try:
-        return json.loads(line)['step']
-    except (ValueError, TypeError, KeyError):  # cut off by a kill or a full disk
-        return float('inf')
+        return float(json.loads(line)['step'])
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):  # cut off by a kill or a full disk
+        return math.inf
 
 
 class Metrics:
@@ -19,14 +20,17 @@ class Metrics:
 
     def __init__(self, cfg, facts, step, wandb_id=None):
         self.path, self.wandb_id = Path(cfg.out_dir) / 'metrics.jsonl', wandb_id
-        kept = []
-        if step and self.path.exists():
-            lines = self.path.read_text(encoding='utf-8').splitlines()
-            kept = [line for line in lines if step_of(line) <= step]
-        temporary = self.path.with_suffix('.tmp')
-        temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
-        os.replace(temporary, self.path)
-        self.file = open(self.path, 'a', encoding='utf-8')
+        try:
+            kept = []
+            if step and self.path.exists():
+                lines = self.path.read_text(encoding='utf-8', errors='replace').splitlines()
+                kept = [line for line in lines if step_of(line) <= step]
+            temporary = self.path.with_suffix('.tmp')
+            temporary.write_text(''.join(line + '\n' for line in kept), encoding='utf-8')
+            os.replace(temporary, self.path)
+            self.file = open(self.path, 'a', encoding='utf-8')
+        except OSError as error:
+            raise UserError(f'{self.path}: cannot be written ({error.strerror})') from None
         self.wandb = None
         if cfg.wandb_log:
             import wandb

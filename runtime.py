@@ -41,7 +41,8 @@ class Runtime:
     def print(self, *args):
         """Rank 0's voice."""
         if self.is_main:
-            print(*args, flush=True)
+            with contextlib.suppress(OSError):  # a closed pipe or a full disk costs the message, not the run
+                print(*args, flush=True)
 
     def synchronize(self):
         if self.device.type in ('cuda', 'mps'):
@@ -81,7 +82,10 @@ class Runtime:
 
 def world():
     """(rank, number of processes) as torchrun tells them."""
-    return (int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])) if 'RANK' in os.environ else (0, 1)
+    try:
+        return (int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])) if 'RANK' in os.environ else (0, 1)
+    except (KeyError, ValueError) as error:
+        raise UserError(f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, or unset RANK') from None
 
 
 def start(device='auto', dtype='auto', backend='auto'):
@@ -95,7 +99,9 @@ def start(device='auto', dtype='auto', backend='auto'):
     try:
         device = torch.device(device)
         if device.type == 'cuda':
-            device = torch.device('cuda', int(os.environ['LOCAL_RANK']) if 'RANK' in os.environ else device.index or 0)
+            device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', rank)) if 'RANK' in os.environ else device.index or 0)
+        if device.type not in ('cuda', 'mps', 'cpu', 'xpu'):
+            raise RuntimeError('not a device to train on')
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f'device={device}: not usable here ({str(error).splitlines()[0]}); try --device=cpu') from None

@@ -20,7 +20,6 @@ import runtime
 import tokenizer
 from checkpoint import PRETRAINED
 from configurator import UserError, at_least, build, parse, run
-from model import GPT
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class SampleConfig:
 def load(cfg):
     """(GPT, Tokenizer) that `init_from` asks for."""
     if cfg.init_from in PRETRAINED:
-        model, description = GPT.from_pretrained(cfg.init_from), {'kind': 'gpt2'}
+        model, description = checkpoint.pretrained(cfg.init_from), {'kind': 'gpt2'}
     else:
         path = Path(cfg.init_from)
         if cfg.init_from == 'resume':

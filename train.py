@@ -12,6 +12,7 @@ if __name__ == '__main__':
     show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')  # before torch is imported: instant
 
 import contextlib
+import importlib.util
 import math
 import os
 import sys
@@ -98,6 +99,12 @@ class TrainConfig:
                  muon_weight_decay=0, grad_clip=0, min_lr=0)
         between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
                 beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
+        if self.sequences >= 2 ** 31:
+            raise UserError(f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update')
+        if not self.out_dir:
+            raise UserError('out_dir is empty: name the folder of the run')
+        if self.wandb_log and importlib.util.find_spec('wandb') is None:
+            raise UserError('wandb_log=True needs the package wandb: pip install wandb')
         if self.overwrite and self.init_from in ('resume', 'auto'):
             raise UserError(f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out')
         if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
@@ -143,8 +150,8 @@ def starting_state(cfg):
             raise UserError(f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch')
         if state is not None:
             return state
-    held = [name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl') if (folder / name).exists()]
-    if held and not (cfg.overwrite or cfg.eval_only):
+    held = [path.name for path in checkpoint.run_files(folder)]
+    if held and not (cfg.overwrite or cfg.eval_only or cfg.init_from == 'auto'):  # auto: it died before its first checkpoint
         raise UserError(f'out_dir={folder} holds a run already ({", ".join(held)}); continue it with --init_from=resume, choose '
                         f'another --out_dir, or delete it with --overwrite=True')
     if cfg.init_from in ('scratch', 'auto', *PRETRAINED):
@@ -152,6 +159,8 @@ def starting_state(cfg):
     if not os.path.isfile(cfg.init_from):
         raise UserError(f'init_from={cfg.init_from}: neither a checkpoint file nor one of scratch, resume, auto, '
                         f'{", ".join(PRETRAINED)}')
+    if cfg.overwrite and Path(cfg.init_from).resolve().parent == folder.resolve():
+        raise UserError(f'init_from={cfg.init_from} lies in out_dir={folder}, which overwrite=True empties; choose another --out_dir')
     return checkpoint.read(cfg.init_from)
 
 
@@ -159,7 +168,7 @@ def continued(cfg, given, state):
     """`cfg` with the checkpoint's own options for those not given; UserError if the data order or the optimizer would change."""
     saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
     folder = cfg.out_dir
-    cfg = replace(saved, **{'out_dir': folder, **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given}})
+    cfg = replace(saved, **{'out_dir': folder, 'overwrite': False, **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given}})
     normalized = GPTConfig(**convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')).normalized
     for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
         before, now = getattr(saved.resolve(normalized), name), getattr(cfg.resolve(normalized), name)
@@ -182,7 +191,7 @@ def starting_model(given, cfg, state, meta, resumed):
     elif cfg.init_from in PRETRAINED:
         if meta['tokenizer'] != {'kind': 'gpt2'}:
             raise UserError(f'dataset={cfg.dataset} was not made with the tokenizer of {cfg.init_from}')
-        model = GPT.from_pretrained(cfg.init_from, **changeable)
+        model = checkpoint.pretrained(cfg.init_from, **changeable)
     else:
         padded = vocab if vocab < 1024 else -(-vocab // 64) * 64  # whole tiles for the head's matmul
         gpt = {'vocab_size': padded, **gpt}
@@ -328,6 +337,8 @@ def main(argv):
     rt.print(describe(optimizer))
     step, best_val_loss, skipped, wandb_id, rng = 0, math.inf, 0, None, None
     if resumed:
+        if state['step'] > cfg.max_iters:
+            raise UserError(f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already')
         step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
         optimizer.load_state_dict(state['optimizer'])
         scaler.load_state_dict(state['scaler'])
@@ -382,7 +393,11 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
+        try:
+            loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
+        except torch.OutOfMemoryError as error:
+            raise SystemExit(f'out of memory ({str(error).splitlines()[0]}); the same run in less: --batch_size={max(1, cfg.batch_size // 2)} '
+                             f'--gradient_accumulation_steps={2 * accum_steps}, or --activation_checkpointing=True') from None
         skipped = 0 if math.isfinite(grad_norm) else skipped + 1
         step += 1
         seconds += time.perf_counter() - started

@@ -240,7 +240,7 @@ def test_run(capsys, monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     monkeypatch.delenv('RANK', raising=False)
     message = 'error: n_head does not divide n_embd\n'
-    for main, rank, code, printed in [(fail, '', 2, message), (fail, '0', 2, message), (fail, '1', 2, ''),
+    for main, rank, code, printed in [(fail, '', 2, message), (fail, '0', 2, message), (fail, '1', 2, message.replace('\n', ' (rank 1)\n')),
                                       (interrupt, '', 130, '')]:
         if rank:
             monkeypatch.setenv('RANK', rank)

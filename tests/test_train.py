@@ -639,3 +639,39 @@ def test_a_compiled_run_saves_plain_names(data_folder, tmp_path, monkeypatch):
     assert train(data_folder, tmp_path / 'b', max_iters=2).code == 0
     assert read(tmp_path / 'a' / 'ckpt.pt')['model'].keys() == read(tmp_path / 'b' / 'ckpt.pt')['model'].keys()
     assert train(data_folder, tmp_path / 'a', init_from='resume', max_iters=3).code == 0
+
+
+def test_a_run_started_with_overwrite_can_be_resumed(data_folder, tmp_path):
+    """The option was the start's, not the run's."""
+    assert train(data_folder, tmp_path / 'run', max_iters=2, overwrite=True).code == 0
+    assert train(data_folder, tmp_path / 'run', init_from='resume', max_iters=3).code == 0
+
+
+def test_auto_starts_afresh_where_a_run_died_before_its_first_checkpoint(data_folder, tmp_path):
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
+    assert train(data_folder, tmp_path, init_from='auto', max_iters=2).code == 0
+
+
+def test_a_fresh_start_spares_older_checkpoints(data_folder, tmp_path):
+    (tmp_path / 'ckpt-00000003.pt').write_bytes(b'all that is left of a run')
+    assert train(data_folder, tmp_path, max_iters=2).code == 2
+    assert (tmp_path / 'ckpt-00000003.pt').exists()
+
+
+def test_an_out_dir_that_cannot_be_written(data_folder, tmp_path):
+    (tmp_path / 'file').write_text('')
+    outcome = train(data_folder, tmp_path / 'file' / 'run', max_iters=2)
+    assert outcome.code == 2 and 'cannot be written' in outcome.message
+
+
+def test_max_iters_below_the_checkpoints_step(data_folder, tmp_path):
+    assert train(data_folder, tmp_path / 'run', max_iters=3).code == 0
+    assert train(data_folder, tmp_path / 'run', init_from='resume', max_iters=2).code == 2
+
+
+def test_two_starts_in_one_folder(data_folder, tmp_path):
+    """The second is told so before it can touch the first one's files."""
+    assert train(data_folder, tmp_path, max_iters=2).code == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert train(data_folder, tmp_path, max_iters=2).code == 2
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
