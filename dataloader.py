@@ -3,6 +3,7 @@
 Neither the scheme, the number of processes, the split into micro-batches, the evaluation cadence nor a resume changes
 what a run reads, and no permutation is ever stored.
 """
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from configurator import UserError
 from dataset import how_to_prepare
 
-SCAN = 2 ** 26  # splits of up to that many tokens are checked for bad ids at the start, longer ones as they are read
+SCAN = 2 ** 26  # splits of up to that many tokens are checked whole at the start, the ids of longer ones as they are read
 
 
 class Split:
@@ -40,7 +41,10 @@ class Split:
             raise UserError(f'{self.path}: {self.n_tokens} tokens, fewer than the block_size + 1 = {block_size + 1} of one '
                             f'window; lower block_size or prepare more text')
         if self.n_tokens <= SCAN:
-            self.read(0, self.n_tokens)
+            found = hashlib.sha256(self.read(0, self.n_tokens)).hexdigest()
+            if found != meta['sha256'][name]:
+                raise UserError(f'{self.path}: sha256 {found[:12]}, but meta.json says {meta["sha256"][name][:12]}: damaged or of '
+                                f'another set; {how_to_prepare(Path(folder))}')
 
     def read(self, start, count):
         """`count` ids from token `start` on, as an array of the bin's dtype."""

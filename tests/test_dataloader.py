@@ -1,5 +1,6 @@
 """The order of the data: every window once an epoch, and only (seed, sequence number) decides which comes when."""
 
+import hashlib
 import itertools
 import os
 
@@ -17,7 +18,8 @@ def make_split(folder, ids, block_size=4, vocab_size=50, dtype='uint16', tokens=
     """A Split of train.bin with these ids; `tokens`: what the meta claims instead of their count."""
     folder.mkdir(exist_ok=True)
     np.asarray(ids).astype(np.dtype(dtype).newbyteorder('<')).tofile(folder / 'train.bin')
-    meta = {'vocab_size': vocab_size, 'dtype': dtype, 'tokens': {'train': len(ids) if tokens is None else tokens}}
+    meta = {'vocab_size': vocab_size, 'dtype': dtype, 'tokens': {'train': len(ids) if tokens is None else tokens},
+            'sha256': {'train': hashlib.sha256((folder / 'train.bin').read_bytes()).hexdigest()}}
     return Split(folder, 'train', meta, block_size)
 
 
@@ -169,7 +171,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     (lambda path: path.write_bytes(b'\0' * 38 + b'\xff\xff'), r'train\.bin: id 65535 at token 19'),
 ], ids=['missing', 'empty', 'truncated', 'too-long', 'bad-ids', 'bad-last-id'])
 def test_a_damaged_bin_is_named_with_its_numbers(tmp_path, damage, message):
-    meta = {'vocab_size': 50, 'dtype': 'uint16', 'tokens': {'train': 20}}
+    meta = {'vocab_size': 50, 'dtype': 'uint16', 'tokens': {'train': 20}, 'sha256': {'train': hashlib.sha256(bytes(40)).hexdigest()}}
     make_split(tmp_path, np.zeros(20, int))
     damage(tmp_path / 'train.bin')
     with pytest.raises(UserError, match=f'(?s){message}') as caught:
@@ -230,3 +232,11 @@ def test_evaluation_windows_are_fixed_distinct_and_even(n_windows, count):
     assert windows[0] == 0 and windows.max() < n_windows
     gaps = np.diff(np.append(windows, n_windows))
     assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+def test_a_bin_of_other_contents_is_refused(tmp_path):
+    """As long and as valid as the one that was prepared: only the digest tells."""
+    make_split(tmp_path, np.arange(20))
+    meta = {'vocab_size': 50, 'dtype': 'uint16', 'tokens': {'train': 20}, 'sha256': {'train': '0' * 64}}
+    with pytest.raises(UserError, match=r'train\.bin: sha256 .* meta\.json says 000000000000'):
+        Split(tmp_path, 'train', meta, 4)
