@@ -12,3 +12,6 @@ dropout = 0.2
 
 batch_size = 64
 max_iters = 5000
+
+optimizer = 'adamw'  # nanoGPT's
+muon_lr = None
