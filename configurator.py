@@ -43,6 +43,8 @@ def run(main):
         if dist and dist.is_available() and dist.is_initialized():
             os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
         sys.exit(2)
+    except BrokenPipeError:
+        os._exit(1)  # the reader of the output has left, as `| head` does
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as a shell reports it
 

@@ -6,8 +6,8 @@ n_head = 4
 n_embd = 128
 block_size = 64
 
-batch_size = 12
-gradient_accumulation_steps = 1
+batch_size = 6
+gradient_accumulation_steps = 2  # 12 sequences an update, also for two processes
 max_iters = 1000
 eval_interval = 200
 eval_iters = 20
