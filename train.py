@@ -182,6 +182,8 @@ def continued(cfg, given, state):
 def starting_model(given, cfg, state, meta, resumed):
     """The GPT to train, on the CPU; UserError if the options given or the vocabulary contradict its weights."""
     gpt, vocab = {key: given[key] for key in GPTConfig.__dataclass_fields__ if key in given}, meta['vocab_size']
+    if gpt.get('vocab_used') not in (None, vocab):
+        raise UserError(f'vocab_used={gpt["vocab_used"]}, but dataset={cfg.dataset} has {vocab} token ids: leave it out, the data decide')
     changeable = {} if resumed else {'vocab_used': vocab, **{key: gpt[key] for key in gpt if key == 'dropout'}}
     if state is not None:
         if state.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:

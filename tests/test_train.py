@@ -675,3 +675,8 @@ def test_two_starts_in_one_folder(data_folder, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert train(data_folder, tmp_path, max_iters=2).code == 2
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_the_data_decide_which_ids_are_used(data_folder, tmp_path):
+    outcome = train(data_folder, tmp_path / 'run', vocab_used=5, max_iters=2)
+    assert outcome.code == 2 and 'vocab_used=5' in outcome.message and not (tmp_path / 'run').exists()
