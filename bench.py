@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 
 import runtime
-from configurator import UserError, build, parse, run
+from configurator import UserError, at_least, build, parse, run
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from plot import table
@@ -69,13 +69,9 @@ class BenchConfig:
     compile: Literal['auto', 'True', 'False'] = 'auto'  # training only; auto: on CUDA
 
     def __post_init__(self):
-        for name in ('rounds', 'steps', 'batch_size', 'gen_batch', 'prompt_tokens', 'max_new_tokens'):
-            if getattr(self, name) < 1:
-                raise UserError(f'{name}={getattr(self, name)}: must be at least 1')
+        at_least(self, rounds=1, steps=1, batch_size=1, gen_batch=1, prompt_tokens=1, max_new_tokens=1, seed=0)
         if unknown := [name for name in self.what if name not in ('train', 'generate')]:
             raise UserError(f'what={unknown[0]}: choose train, generate, or both: --what=train,generate')
-        if self.seed < 0:
-            raise UserError(f'seed={self.seed}: must be at least 0')
         if self.profile and 'train' not in self.what:
             raise UserError('profile=True looks at a training step; add train to --what')
 

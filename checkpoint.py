@@ -106,7 +106,7 @@ class Saver:
             return False
 
     def retire(self, path):
-        """Keeps the ckpt.pt in place as ckpt-STEP.pt and forgets all but the newest keep_last of those."""
+        """Keeps the ckpt.pt in place as ckpt-STEP.pt, too, before another takes its name."""
         if path.exists() and self.last_step is not None and self.keep_last:
             old = path.with_name(f'ckpt-{self.last_step:08d}.pt')
             if old.exists():  # what a damaged ckpt.pt was resumed from

@@ -223,8 +223,9 @@ def describe(optimizer):
 def lr_multiplier(step, cfg):
     """The share of its peak rate at which the update number `step` (from 0) is made.
 
-    decay_lr=False: always 1, as in nanoGPT. Linear warmup: (step + 1) / (warmup_iters + 1), so no step has rate 0. Then 'cosine': half a cosine from 1 to
-    min_lr / learning_rate at lr_decay_iters; 'wsd': 1, and a straight line down over the last wsd_decay of the run.
+    decay_lr=False: always 1, as in nanoGPT. Linear warmup: (step + 1) / (warmup_iters + 1), so no step has rate 0. Then
+    'cosine': half a cosine from 1 to min_lr / learning_rate at lr_decay_iters; 'wsd': 1, and a straight line down over the
+    last wsd_decay of the run.
     """
     if not cfg.decay_lr:
         return 1.0

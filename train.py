@@ -170,8 +170,9 @@ def continued(cfg, given, state):
     folder = cfg.out_dir
     cfg = replace(saved, **{'out_dir': folder, 'overwrite': False, **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given}})
     normalized = GPTConfig(**convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')).normalized
+    then_resolved, now_resolved = saved.resolve(normalized), cfg.resolve(normalized)
     for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
-        before, now = getattr(saved.resolve(normalized), name), getattr(cfg.resolve(normalized), name)
+        before, now = getattr(then_resolved, name), getattr(now_resolved, name)
         if before != now:
             hint = ' (batch_size x gradient_accumulation_steps)' if name == 'sequences' else ''
             raise UserError(f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from configurator import UserError, build, parse, show_help
+from configurator import UserError, at_least, build, parse, show_help
 from data import source
 from dataset import SPLITS, token_dtype
 
@@ -46,9 +46,7 @@ class PrepareConfig:
     revision: str = 'main'  # commit, tag or branch of the Hugging Face data set; meta.json records the commit
 
     def __post_init__(self):
-        for key, value in (('num_proc', self.num_proc), ('max_docs', self.max_docs)):
-            if value is not None and value < 1:
-                raise UserError(f'--{key}={value}: must be at least 1')
+        at_least(self, num_proc=1, max_docs=1)
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
             raise UserError(f'--val_fraction={self.val_fraction}: must be above 0 and at most 0.5')
 
