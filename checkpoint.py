@@ -1,23 +1,26 @@
 """Checkpoints: written so that a kill or a full disk at any moment leaves a good one, read so that no file can do harm.
 
 A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the weights of the best
-validation loss). A file is a dict of tensors and plain types with a digest of its contents.
+validation loss). A file is a dict of tensors and plain types with a digest of its contents. With --save_sharded the tensors
+lie beside it in shards-STEP/, and the dict names them (sharded.py).
 """
 import hashlib
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+import sharded
 from configurator import UserError, convert
 from model import GPT, GPTConfig
 from runtime import warn, world
 
 VERSION = 1
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # what GPT.from_pretrained downloads
-WEIGHTS = ('version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')  # what best.pt holds of a state
+WEIGHTS = ('version', 'model', 'shards', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')  # what best.pt holds of a state
 
 
 def digest(value, sha=None):
@@ -54,10 +57,13 @@ def snapshot(value):
 
 
 class Saver:
-    """Writes checkpoints into `folder` from a thread of its own: training waits for the copy in memory only."""
+    """Writes checkpoints into `folder` from a thread of its own: training waits for the copy in memory only.
 
-    def __init__(self, folder, keep_last=1, last_step=None):
-        self.folder, self.keep_last = Path(folder), keep_last
+    `group`: a gloo group of its own, if every rank writes its shard of the tensors; without, there is one Saver, on rank 0.
+    """
+
+    def __init__(self, folder, keep_last=1, last_step=None, group=None):
+        self.folder, self.keep_last, self.group = Path(folder), keep_last, group
         self.last_step = last_step  # of the ckpt.pt in place
         self.pool, self.pending = ThreadPoolExecutor(1), None
 
@@ -67,9 +73,20 @@ class Saver:
         What goes wrong is told, not raised: the run goes on and tries again at the next save.
         """
         self.wait()
-        state = snapshot(state)
-        files = ({'best.pt': {key: state[key] for key in WEIGHTS}} if best else {}) | {'ckpt.pt': state}  # a kill between: best is found again
-        self.pending = self.pool.submit(lambda: all([self.write(name, content) for name, content in files.items()]))
+        self.pending = self.pool.submit(self.write_all, snapshot(state), best)
+
+    def write_all(self, state, best):
+        if self.group is not None:
+            state, tensors = sharded.split(state)
+            folder = self.folder / f'shards-{state["step"]:08d}'
+            try:
+                state['shards'] = {'folder': folder.name, 'files': sharded.write(folder, tensors, digest, self.group)}
+            except OSError as error:
+                return self.failed(folder, error)
+            if world()[0] > 0:
+                return True
+        files = ({'best.pt': {key: state[key] for key in WEIGHTS if key in state}} if best else {}) | {'ckpt.pt': state}
+        return all([self.write(name, content) for name, content in files.items()])  # killed between: the best is found again
 
     def wait(self):
         """Returns whether the last write succeeded (True if there was none)."""
@@ -79,14 +96,14 @@ class Saver:
         path = self.folder / name
         temporary = path.with_suffix('.tmp')
         try:
-            if not all(t.isfinite().all() for t in state['model'].values()):
+            if not all(t.isfinite().all() for t in state['model'].values() if t is not None):
                 raise ValueError('the weights are not finite')
             state['digest'] = digest(state)
             with open(temporary, 'wb') as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            read(temporary)  # a disk that lies is found out while the old file is still there
+            load(temporary)  # a disk that lies is found out while the old file is still there
             if name == 'ckpt.pt':
                 self.retire(path)
             os.replace(temporary, path)
@@ -94,16 +111,19 @@ class Saver:
                 self.last_step = state['step']
                 for old in history(self.folder)[self.keep_last:]:
                     old.unlink()
+                remove_idle_shards(self.folder)
             sync_folder(self.folder)
             return True
         except (OSError, RuntimeError, ValueError) as error:  # torch's writer turns disk errors into RuntimeError
-            warn(f'{path} was NOT saved: {str(error).splitlines()[0]}; the previous one is untouched; will try again at '
-                 f'the next save')
             try:
                 temporary.unlink(missing_ok=True)
             except OSError:
                 pass
-            return False
+            return self.failed(path, error)
+
+    def failed(self, path, error):
+        warn(f'{path} was NOT saved: {str(error).splitlines()[0]}; the previous one is untouched; will try again at the next save')
+        return False
 
     def retire(self, path):
         """Keeps the ckpt.pt in place as ckpt-STEP.pt, too, before another takes its name."""
@@ -122,7 +142,7 @@ def clear(folder):
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path in run_files(folder):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as error:
         raise UserError(f'out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir') from None
 
@@ -130,7 +150,7 @@ def clear(folder):
 def run_files(folder):
     """The files of a run that are in the folder."""
     named = (Path(folder) / name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl'))
-    return [path for path in named if path.exists()] + history(folder)
+    return [path for path in named if path.exists()] + history(folder) + sharded.folders(folder)
 
 
 def pretrained(name, **overrides):
@@ -157,8 +177,33 @@ def sync_folder(folder):
             os.close(descriptor)
 
 
-def read(path):
-    """The checked dict in a checkpoint file of ours or of nanoGPT; UserError for anything else. No code of it is run."""
+def remove_idle_shards(folder):
+    """Deletes the shards that no checkpoint of the folder names any more."""
+    if idle := sharded.folders(folder):
+        states = [load(path) for path in run_files(folder) if path.suffix == '.pt']
+        named = {state['shards']['folder'] for state in states if 'shards' in state}
+        for path in idle:
+            if path.name not in named:
+                shutil.rmtree(path)
+
+
+def read(path, whole=True):
+    """The checked dict in a checkpoint file of ours or of nanoGPT; UserError for anything else. No code of it is run.
+
+    The tensors of a sharded checkpoint are read and put together, or with whole=False only checked, and None in the dict.
+    """
+    state = load(path)
+    return with_shards(state, Path(path).parent, whole) if 'shards' in state else state
+
+
+def with_shards(state, folder, whole=True):
+    """A sharded checkpoint's dict with its tensors, put together; with whole=False as it is, the shards only checked."""
+    tensors = sharded.read(folder, state['shards'], digest, whole, prefix='' if 'optimizer' in state else 'model.')
+    return sharded.joined(state, tensors, folder) if whole else state
+
+
+def load(path):
+    """`read` without the shards."""
     try:
         return checked(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
     except UserError:
@@ -178,8 +223,9 @@ def checked(state, path):
         raise UserError(f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})')
     elif state.get('digest') != digest(state):
         raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
-    weights = state.get('model')
-    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) and is_stored(w) for w in weights.values()):
+    weights, elsewhere = state.get('model'), 'shards' in state
+    if not isinstance(weights, dict) or not all(
+            w is None and elsewhere or isinstance(w, torch.Tensor) and is_stored(w) for w in weights.values()):
         raise UserError(f'{path}: holds no weights under `model`')
     for config, required in (('gpt_config', True), ('train_config', False)):
         if not isinstance(state.get(config, None if required else {}), dict):
@@ -187,13 +233,13 @@ def checked(state, path):
     return state
 
 
-def read_latest(folder):
-    """The newest readable full state of a run's folder, None if there is none at all."""
+def read_latest(folder, whole=True):
+    """The newest readable full state of a run's folder (`whole` as in read), None if there is none at all."""
     folder, failed = Path(folder), None
     candidates = [p for p in (folder / 'ckpt.pt', *history(folder)) if p.exists()]
     for path in candidates:
         try:
-            return read(path)
+            return read(path, whole)
         except UserError as error:
             if world()[0] == 0:
                 warn(f'{error}; falling back to the one before')
@@ -213,21 +259,25 @@ def from_nanogpt(state):
 
 
 def build_model(state, where, **overrides):
-    """The GPT of a checkpoint's dict; `overrides` replace fields of its GPTConfig. UserError if weights and config differ."""
+    """The GPT of a checkpoint's dict; `overrides` replace fields of its GPTConfig. UserError if weights and config differ.
+
+    Under torch.device('meta') it holds no numbers, and those of the dict may be None.
+    """
     cfg = GPTConfig(**convert(GPTConfig, {**state['gpt_config'], **overrides}, where))
     weights = state['model']
     layers = len({name.split('.')[2] for name in weights if name.startswith('transformer.h.')})
     if cfg.n_layer != layers:  # before anything is allocated for a config that a file made up
         raise UserError(f'{where}: weights of {layers} layers, but n_layer={cfg.n_layer}')
     table = weights.get('transformer.wte.weight')
-    if table is None or table.shape != (cfg.vocab_size, cfg.n_embd):
+    if 'shards' not in state and (table is None or table.shape != (cfg.vocab_size, cfg.n_embd)):
         raise UserError(f'{where}: weights that do not fit its configuration: transformer.wte.weight')
     with torch.device('meta'):
         expected = GPT(cfg).state_dict()
-    wrong = [name for name in expected.keys() | weights.keys()
-             if name not in expected or name not in weights or expected[name].shape != weights[name].shape]
+    wrong = [name for name in expected.keys() | weights.keys() if name not in expected or name not in weights
+             or weights[name] is not None and expected[name].shape != weights[name].shape]
     if wrong:
         raise UserError(f'{where}: weights that do not fit its configuration: {", ".join(sorted(wrong)[:3])} ({len(wrong)} in all)')
     model = GPT(cfg)
-    model.load_state_dict(weights)
+    if not next(model.parameters()).is_meta:
+        model.load_state_dict(weights)
     return model

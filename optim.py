@@ -130,9 +130,12 @@ class JointOptimizer:
             optimizer = getattr(optimizer, 'optim', optimizer)  # ZeroRedundancyOptimizer's own share
             yield optimizer.state, [p for group in optimizer.param_groups for p in group['params']]
 
-    def state_dict(self):
-        """{parameter name: {state name: tensor}}, whole on rank 0. All ranks must take part if they share the work."""
-        state = {self.names[p]: {key: gathered(value) for key, value in of[p].items()}
+    def state_dict(self, gather=True):
+        """{parameter name: {state name: tensor}}, whole on rank 0; with gather=False sharded tensors (DTensor) as they are.
+
+        All ranks must take part if they share the work.
+        """
+        state = {self.names[p]: {key: gathered(value) if gather else value for key, value in of[p].items()}
                  for of, params in self.local_states() for p in params if p in of}
         if self.gloo is not None:
             state = {name: {key: value.cpu() for key, value in values.items()} for name, values in state.items()}
@@ -143,7 +146,8 @@ class JointOptimizer:
         return state
 
     def load_state_dict(self, state):
-        """Raises ValueError if the names differ: the state of other parameters continues another run."""
+        """Takes a state_dict in, zeros for None (shards, to be filled). Raises ValueError if the names differ: the state of other
+        parameters continues another run."""
         if state and state.keys() != set(self.names.values()):
             raise ValueError(f'optimizer state of other parameters: {", ".join(sorted(state.keys() ^ set(self.names.values()))[:5])}')
         for of, params in self.local_states():
@@ -162,6 +166,8 @@ def gathered(value):
 
 def like(value, p):
     """A copy of a whole tensor placed as the parameter is: on its device, and sharded as it is, but for single numbers."""
+    if value is None:
+        return torch.zeros_like(p)
     value = value.to(p.device, copy=True)
     sharded = isinstance(p, DTensor) and value.dim()
     return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if sharded else value

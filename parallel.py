@@ -3,7 +3,7 @@ import contextlib
 import functools
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,14 +22,20 @@ def checkpoint_activations(model):
 def shard(model, rt):
     """Shards the parameters of `model` in place over all processes, each layer's matrices a unit that is gathered when used.
 
-    Parameters, gradients and optimizer state stay float32. The matrices inside the layers travel and work in rt.dtype; norms,
+    Rank 0's weights are dealt out; the others' are ignored and best on the meta device, which takes no memory. If rank 0's are
+    there, too, all hold arbitrary numbers afterwards, to be filled from shards. Parameters, gradients and optimizer state stay float32. The matrices inside the layers travel and work in rt.dtype; norms,
     scalars and tables, small or used once, travel in float32, so that every sum is made as it is without sharding.
     """
+    weights, filled = model.state_dict(), not rt.any(rt.is_main and next(model.parameters()).is_meta)
     mesh = init_device_mesh(rt.device.type, (rt.world_size,))
     half = MixedPrecisionPolicy(param_dtype=None if rt.dtype == torch.float32 else rt.dtype, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fully_shard([module for module in block.modules() if isinstance(module, Linear)], mesh=mesh, mp_policy=half)
     fully_shard(model, mesh=mesh)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device=rt.device)
+    if filled:
+        set_model_state_dict(model, weights if rt.is_main else {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def replicate(model, rt):

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
 import parallel
 import runtime
+import sharded
 from checkpoint import PRETRAINED
 from configurator import UserError, at_least, between, build, convert, parse, run
 from dataloader import Split, TrainLoader, eval_windows
@@ -87,6 +89,7 @@ class TrainConfig:
     # system
     zero: bool = False  # share the optimizer's state and work among the processes; the same result
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # every process holds the model, or a shard of it
+    save_sharded: bool = False  # fsdp: every process writes its own shard of a checkpoint, nothing is gathered
     activation_checkpointing: bool = False  # compute each layer twice rather than keep its activations
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
@@ -109,6 +112,9 @@ class TrainConfig:
             raise UserError(f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out')
         if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
             raise UserError('parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile')
+        if self.save_sharded and self.parallel != 'fsdp':
+            raise UserError('save_sharded=True: only parallel=fsdp has shards to save; leave it out, or undo a checkpoint\'s with '
+                            '--save_sharded=False')
 
     def resolve(self, normalized):
         """The same with every None filled in, for a scheme on the sphere or not; UserError for options without effect."""
@@ -145,7 +151,7 @@ def starting_state(cfg):
     start would run over another run."""
     folder = Path(cfg.out_dir)
     if cfg.init_from in ('resume', 'auto'):
-        state = checkpoint.read_latest(folder)
+        state = checkpoint.read_latest(folder, whole=False)
         if state is None and cfg.init_from == 'resume':
             raise UserError(f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch')
         if state is not None:
@@ -285,9 +291,11 @@ def main(argv):
                         f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     if resumed:
         options = continued(options, given, state)
+        if 'shards' in state and options.parallel == 'ddp':
+            state = checkpoint.with_shards(state, options.out_dir)
     elif state is None and options.init_from not in PRETRAINED:
         build(GPTConfig, given)  # its contradictions come before the data's
-    (_, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
+    (rank, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
     if 'RANK' not in os.environ and (options.zero or options.parallel == 'fsdp') and not options.eval_only:
         raise UserError('zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out')
     if accum_steps % world_size:
@@ -300,7 +308,9 @@ def main(argv):
                         f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
                         f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     torch.manual_seed(options.seed)
-    model = starting_model(given, options, state, meta, resumed)
+    from_shards = resumed and options.parallel == 'fsdp' and 'shards' in state
+    with torch.device('meta') if options.parallel == 'fsdp' and (rank or from_shards) else contextlib.nullcontext():
+        model = starting_model(given, options, state, meta, resumed)  # the other ranks get their shards from rank 0's
     cfg = options.resolve(model.cfg.normalized)
     train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
 
@@ -344,28 +354,33 @@ def main(argv):
             raise UserError(f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already')
         step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
         optimizer.load_state_dict(state['optimizer'])
+        if from_shards:
+            sharded.load(cfg.out_dir, state, model, optimizer)
         scaler.load_state_dict(state['scaler'])
         before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
         rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
             f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))
     first_step, state = step, None  # the checkpoint's tensors are copied by now
     metrics = saver = None
+    if rt.is_main and not resumed:
+        checkpoint.clear(cfg.out_dir)
+    if rt.is_main or cfg.save_sharded:
+        group = dist.new_group(backend='gloo') if cfg.save_sharded else None  # of the savers' threads only
+        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, step if resumed else None, group)
     if rt.is_main:
-        if not resumed:
-            checkpoint.clear(cfg.out_dir)
         facts = {'config': asdict(model.cfg) | asdict(cfg), 'params': model.num_params(), 'world_size': rt.world_size,
                  'device': rt.device_name(), 'dtype': str(rt.dtype)[6:], 'compiled': compiled, 'torch': torch.__version__,
                  'commit': runtime.code_version(), 'command': ' '.join(sys.argv)}
         metrics = Metrics(cfg, facts, step, wandb_id)
-        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, last_step=step if resumed else None)
 
     def save(best):
-        rng, optimizer_state, weights = rt.gather(runtime.rng_state(rt.device)), optimizer.state_dict(), parallel.whole_state(model)
-        if rt.is_main:
+        rng, gather = rt.gather(runtime.rng_state(rt.device)), not cfg.save_sharded
+        optimizer_state, weights = optimizer.state_dict(gather), parallel.whole_state(model) if gather else model.state_dict()
+        if saver:
             saver.save({'version': checkpoint.VERSION, 'model': weights, 'gpt_config': asdict(model.cfg), 'step': step,
                         'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer_state,
                         'scaler': scaler.state_dict(), 'train_config': asdict(options), 'skipped': skipped, 'rng': rng,
-                        'data': meta['sha256'], 'wandb_id': metrics.wandb_id}, best)
+                        'data': meta['sha256'], 'wandb_id': metrics and metrics.wandb_id}, best)
 
     trained = parallel.replicate(model, rt)
     batches = iter(TrainLoader(train_split, cfg.batch_size, accum_steps, cfg.seed, step, rt.rank, rt.world_size, rt.device))

@@ -1,7 +1,8 @@
-"""Two gloo processes on the CPU under torchrun: the same run as one process, whatever shares the work.
+"""Gloo processes on the CPU under torchrun: the same run as one process, whatever shares the work.
 
-All runs happen in one launch of a driver, which takes turns in calling train.main; a launch costs seconds.
+All runs of a world size happen in one launch of a driver, which takes turns in calling train.main; a launch costs seconds.
 """
+import itertools
 import json
 import os
 import shutil
@@ -13,25 +14,24 @@ import pytest
 import torch
 
 import checkpoint
+import sharded
 import train as script
 from checkpoint import read
+from configurator import UserError
 from conftest import ROOT, SMALL, arguments, call, records, run_train, train
 
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2')
-STEPS = dict(max_iters=20, eval_interval=10, save_interval=10, n_layer=2, gradient_accumulation_steps=4, batch_size=2,
-             learning_rate=3e-3)
-FAMILIES = {'gd': dict(update='gd', optimizer='adamw'), 'lt_nag': dict(update='lt_nag', optimizer='adamw'),
-            'ngpt': dict(update='ngpt', optimizer='adamw'), 'muon': dict(update='lt_nag', optimizer='muon'),
-            'muon split': dict(update='gd', optimizer='muon', muon_qkv='split')}
-SHARED = {'zero': dict(update='lt_nag', optimizer='adamw', zero=True),
-          'zero muon': dict(update='lt_nag', optimizer='muon', zero=True),
-          'fsdp': dict(update='lt_nag', optimizer='adamw', parallel='fsdp'),
-          'fsdp muon': dict(update='lt_nag', optimizer='muon', parallel='fsdp'),
-          'fsdp ngpt': dict(update='ngpt', optimizer='adamw', parallel='fsdp')}
-ALONE = {name: f'one {name}' for name in FAMILIES} | {
-    'zero': 'one lt_nag', 'zero muon': 'one muon', 'fsdp': 'one lt_nag', 'fsdp muon': 'one muon',
-    'fsdp ngpt': 'one ngpt'}
-DROPOUT = dict(update='gd', dropout=0.2, max_iters=6, eval_interval=3, save_interval=3)
+STEPS = dict(max_iters=30, eval_interval=10, save_interval=10, keep_last=2, n_layer=2, learning_rate=3e-3)
+SPLIT = {1: dict(batch_size=4, gradient_accumulation_steps=2), 2: dict(batch_size=2, gradient_accumulation_steps=4),
+         4: dict(batch_size=1, gradient_accumulation_steps=8)}  # of the same 8 sequences, by the number of processes
+FAMILIES = {f'{update} {optimizer}': dict(update=update, optimizer=optimizer)
+            for update, optimizer in itertools.product(('gd', 'lt_nag', 'lt_tmm', 'ngpt'), ('adamw', 'muon'))}
+SPLIT_QKV = 'lt_nag split'
+FAMILIES[SPLIT_QKV] = dict(update='lt_nag', optimizer='muon', muon_qkv='split')
+WAYS = {'ddp': {}, 'zero': dict(zero=True), 'fsdp': dict(parallel='fsdp'), 'sharded': dict(parallel='fsdp', save_sharded=True)}
+CELLS = [(family, way, processes) for family in FAMILIES for way in WAYS for processes in (2, 4)
+         if way != 'sharded' or family in ('lt_nag muon', 'ngpt adamw')]
+DROPOUT = dict(update='gd', dropout=0.2, max_iters=6, eval_interval=3, save_interval=3, **SPLIT[2])
 
 
 def drive():
@@ -62,34 +62,52 @@ def drive():
     assert not torch.distributed.is_initialized()
 
 
-@pytest.fixture(scope='module')
-def runs(data_folder, tmp_path_factory):
-    """{name: folder} of all runs, of one process ('one NAME') and of two ('two NAME')."""
-    folder = tmp_path_factory.mktemp('distributed')
-    folders = {}
-
-    def options(name, **chosen):
-        folders[name] = folder / name
-        return {**SMALL, **STEPS, 'dataset': data_folder, 'out_dir': folders[name], **chosen}
-    for name, chosen in FAMILIES.items():
-        assert call(script.main, arguments(options(f'one {name}', **chosen)))[0] == 0
-    shutil.copytree(folders['one lt_nag'], folder / 'two from one')
-    shutil.move(folder / 'two from one' / 'ckpt-00000010.pt', folder / 'two from one' / 'ckpt.pt')
-    launch = [(options(f'two {name}', **chosen), None) for name, chosen in (FAMILIES | SHARED).items()]
-    launch += [(options('two from one', init_from='resume', batch_size=4, gradient_accumulation_steps=2), None),
-               (options('two dropout', **DROPOUT), None), (options('two stopped', **DROPOUT), 3),
-               (options('two stopped', **DROPOUT, init_from='resume'), None)]
-    (folder / 'runs.json').write_text(json.dumps([(arguments(chosen), stop) for chosen, stop in launch]))
-    process = subprocess.Popen([sys.executable, *TORCHRUN, __file__, folder / 'runs.json'], cwd=ROOT, text=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+def launch(folder, processes, runs):
+    """Drives the runs, a list of (options, step at which rank 1 is sent a signal or None), in that many processes."""
+    path = folder / f'runs{processes}.json'
+    path.write_text(json.dumps([(arguments({**SMALL, **STEPS, **options}), stop) for options, stop in runs]))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}', __file__, path]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
     try:
-        _, stderr = process.communicate(timeout=110)
+        _, stderr = process.communicate(timeout=400)
     finally:
         if process.returncode is None:  # it hangs; torchrun ends the ranks, after half a minute by force
             process.terminate()
             process.wait(60)
     assert process.returncode == 0, stderr[:3000]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp('distributed')
+
+
+@pytest.fixture(scope='module')
+def alone(folder, data_folder):
+    """{family: folder} of one process's runs."""
+    for family, chosen in FAMILIES.items():
+        assert train(data_folder, folder / family, **STEPS, **SPLIT[1], **chosen).code == 0
+    return {family: folder / family for family in FAMILIES}
+
+
+@pytest.fixture(scope='module')
+def shared(folder, data_folder, alone):
+    """{(family, way, processes): folder}, and some more runs of two processes by a name."""
+    folders = {cell: folder / ' '.join(map(str, cell)) for cell in CELLS}
+    for processes in (2, 4):
+        runs = [({'dataset': data_folder, 'out_dir': folders[cell], **SPLIT[processes], **FAMILIES[cell[0]], **WAYS[cell[1]]}, None)
+                for cell in CELLS if cell[2] == processes]
+        if processes == 2:
+            for name in ('from one', 'dropout', 'stopped'):
+                folders[name] = folder / f'two {name}'
+            shutil.copytree(alone['lt_nag adamw'], folders['from one'])
+            shutil.move(folders['from one'] / 'ckpt-00000010.pt', folders['from one'] / 'ckpt.pt')
+            base = {'dataset': data_folder, **SPLIT[2]}
+            runs += [({**base, 'out_dir': folders['from one'], 'update': 'lt_nag', 'optimizer': 'adamw', 'init_from': 'resume'}, None),
+                     ({**base, 'out_dir': folders['dropout'], **DROPOUT}, None), ({**base, 'out_dir': folders['stopped'], **DROPOUT}, 3),
+                     ({**base, 'out_dir': folders['stopped'], **DROPOUT, 'init_from': 'resume'}, None)]
+        launch(folder, processes, runs)
     return folders
 
 
@@ -98,72 +116,70 @@ def numbers(folder, *keys):
 
 
 def ranks(folder):
-    return [json.loads((folder / f'rank{rank}.json').read_text()) for rank in (0, 1)]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob('rank*.json'))]
 
 
-@pytest.mark.parametrize('name', [*FAMILIES, *SHARED])
-def test_two_processes_train_as_one(runs, name):
-    """20 steps with 2 x 2 micro-batches: losses, gradient norms and evaluations of the run with 4 micro-batches.
+@pytest.mark.parametrize('cell', CELLS, ids=lambda cell: ' '.join(map(str, cell)))
+def test_many_processes_train_as_one(shared, alone, cell):
+    """30 steps in other micro-batches: losses and evaluations of one process's run, to 1e-5.
 
     A loss divided by the global count of micro-batches, or a rank reading the other's data, shows at the first step.
     """
-    one, two = runs[ALONE[name]], runs[f'two {name}']
-    assert [result['code'] for result in ranks(two)] == [0, 0]
-    tolerance = 1e-3 if 'muon' in name else 1e-5  # five Newton-Schulz steps enlarge the last bits' differences
-    for keys in (('loss',), ('grad_norm',), ('train_loss', 'val_loss')):
+    one, many = alone[cell[0]], shared[cell]
+    assert [result['code'] for result in ranks(many)] == [0] * cell[2]
+    for keys, tolerance in (('loss',), 1e-5), (('train_loss', 'val_loss'), 1e-5), (('grad_norm',), 1e-3):
         expected = numbers(one, *keys)
-        assert len(expected) >= 6 and numbers(two, *keys) == pytest.approx(expected, rel=tolerance), keys
-    assert numbers(two, 'loss')[0] == pytest.approx(numbers(one, 'loss')[0], rel=1e-6)
-    a, b = (read(folder / 'ckpt.pt')['model'] for folder in (one, two))
-    assert all((a[key] - b[key]).norm() <= 100 * tolerance * a[key].norm() for key in a)
+        assert len(expected) >= 6 and numbers(many, *keys) == pytest.approx(expected, rel=tolerance), keys
+    assert numbers(many, 'loss')[0] == pytest.approx(numbers(one, 'loss')[0], rel=1e-6)
+    a, b = (read(folder / 'ckpt.pt')['model'] for folder in (one, many))
+    assert all((a[key] - b[key]).norm() <= 1e-3 * a[key].norm() for key in a)
 
 
-def test_all_processes_end_with_the_same_weights(runs):
-    for name, folder in runs.items():
-        if name.startswith('two') and 'fsdp' not in name:
-            weights = [result['weights'] for result in ranks(folder)]
-            assert weights[0] == weights[1] == checkpoint.digest(read(folder / 'ckpt.pt')['model']), name
+def test_all_processes_end_with_the_same_weights(shared):
+    for name, folder in shared.items():
+        if not {'fsdp', 'sharded'} & set(name):
+            weights = {result['weights'] for result in ranks(folder)}
+            assert weights == {checkpoint.digest(read(folder / 'ckpt.pt')['model'])}, name
 
 
-def test_one_process_writes(runs):
-    """Each record once, and files of rank 0 only."""
-    for name in (*FAMILIES, *SHARED):
-        steps = [record['step'] for record in records(runs[f'two {name}']) if 'loss' in record]
-        assert steps == list(range(1, 21))
-        assert sorted(path.name for path in runs[f'two {name}'].iterdir()) == [
-            'best.pt', 'ckpt-00000010.pt', 'ckpt.pt', 'metrics.jsonl', 'rank0.json', 'rank1.json']
+@pytest.mark.parametrize('cell', CELLS, ids=lambda cell: ' '.join(map(str, cell)))
+def test_one_process_writes(shared, cell):
+    """Each record once, and files of rank 0 only, but for shards."""
+    assert [record['step'] for record in records(shared[cell]) if 'loss' in record] == list(range(1, 31))
+    held = {path.name for path in shared[cell].iterdir() if not path.name.startswith('rank')}
+    assert held == {'best.pt', 'ckpt-00000010.pt', 'ckpt-00000020.pt', 'ckpt.pt', 'metrics.jsonl'} | (
+        {f'shards-000000{step}' for step in (10, 20, 30)} if cell[1] == 'sharded' else set())
 
 
-def test_another_number_of_processes_reads_on_in_the_same_order(runs):
+def test_another_number_of_processes_reads_on_in_the_same_order(shared, alone):
     """One process to step 10, then two, and other micro-batches: the losses of the run that went on as one."""
-    expected = numbers(runs['one lt_nag'], 'loss', 'val_loss')
-    assert numbers(runs['two from one'], 'loss', 'val_loss') == pytest.approx(expected, rel=1e-5)
+    expected = numbers(alone['lt_nag adamw'], 'loss', 'val_loss')
+    assert numbers(shared['from one'], 'loss', 'val_loss') == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize('name', ['lt_nag', *SHARED])
-def test_one_process_goes_on_from_two(runs, name, data_folder, tmp_path):
-    """A checkpoint is whole, whoever held the optimizer's state."""
-    source = runs[f'two {name}']
-    shutil.copy(source / 'ckpt-00000010.pt', tmp_path / 'ckpt.pt')
-    shutil.copy(source / 'metrics.jsonl', tmp_path)
-    options = STEPS | (SHARED | FAMILIES)[name] | {'init_from': 'resume', 'zero': False, 'parallel': 'ddp'}
-    outcome = train(data_folder, tmp_path, **options)
-    assert outcome.code == 0
-    assert numbers(tmp_path, 'loss', 'val_loss') == pytest.approx(numbers(source, 'loss', 'val_loss'),
-                                                                  rel=1e-3 if 'muon' in name else 1e-5)
+@pytest.mark.parametrize('cell', [cell for cell in CELLS if cell[1] != 'ddp' or cell[0] == 'lt_nag adamw'], ids=lambda cell: ' '.join(map(str, cell)))
+def test_one_process_goes_on_from_many(shared, cell, data_folder, tmp_path):
+    """A checkpoint is whole, whoever held the weights and the optimizer's state."""
+    shutil.copy(shared[cell] / 'ckpt-00000020.pt', tmp_path / 'ckpt.pt')
+    shutil.copy(shared[cell] / 'metrics.jsonl', tmp_path)
+    if cell[1] == 'sharded':
+        shutil.copytree(shared[cell] / 'shards-00000020', tmp_path / 'shards-00000020')
+    options = {**STEPS, **SPLIT[1], **FAMILIES[cell[0]], 'init_from': 'resume', 'zero': False, 'parallel': 'ddp', 'save_sharded': False}
+    assert train(data_folder, tmp_path, **options).code == 0
+    assert numbers(tmp_path, 'loss', 'val_loss') == pytest.approx(numbers(shared[cell], 'loss', 'val_loss'), rel=1e-5)
 
 
-def test_a_signal_to_one_process_stops_all_and_resumes_bitwise(runs):
+def test_a_signal_to_one_process_stops_all_and_resumes_bitwise(shared):
     """Rank 1 got a SIGTERM at its step 3; both saved it; going on gives the uninterrupted run, dropout included."""
-    whole, stopped = (read(runs[name] / 'ckpt.pt') for name in ('two dropout', 'two stopped'))
+    whole, stopped = (read(shared[name] / 'ckpt.pt') for name in ('dropout', 'stopped'))
     for key in ('model', 'optimizer', 'rng', 'step'):
         assert checkpoint.digest(whole[key]) == checkpoint.digest(stopped[key]), key
-    assert [record['step'] for record in records(runs['two stopped']) if 'config' in record] == [0, 4]
-    assert numbers(runs['two stopped'], 'loss') == numbers(runs['two dropout'], 'loss')
+    assert [record['step'] for record in records(shared['stopped']) if 'config' in record] == [0, 4]
+    assert numbers(shared['stopped'], 'loss') == numbers(shared['dropout'], 'loss')
 
 
-def test_each_process_draws_its_own_dropout(runs):
-    rng = read(runs['two dropout'] / 'ckpt.pt')['rng']
+def test_each_process_draws_its_own_dropout(shared):
+    rng = read(shared['dropout'] / 'ckpt.pt')['rng']
     assert len(rng) == 2 and not torch.equal(rng[0][0], rng[1][0])
 
 
