@@ -3,6 +3,8 @@
 A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the weights of the best
 validation loss). A file is a dict of tensors and plain types with a digest of its contents. With --save_sharded the tensors
 lie beside it in shards-STEP/, and the dict names them (sharded.py).
+
+    python checkpoint.py out/ckpt.pt whole.pt      one file of a sharded checkpoint
 """
 import hashlib
 import os
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch
 
 import sharded
-from configurator import UserError, convert
+from configurator import UserError, convert, run
 from model import GPT, GPTConfig
 from runtime import warn, world
 
@@ -281,3 +283,19 @@ def build_model(state, where, **overrides):
     if not next(model.parameters()).is_meta:
         model.load_state_dict(weights)
     return model
+
+
+def main(argv):
+    if len(argv) != 2 or any(argument.startswith('-') for argument in argv):
+        raise UserError(f'{" ".join(argv) or "no arguments"}: write python checkpoint.py SOURCE TARGET, two names of files')
+    source, target = map(Path, argv)
+    if target.exists():
+        raise UserError(f'{target} exists already; choose another name')
+    state = read(source)
+    state.pop('shards', None)
+    if not Saver(target.parent).write(target.name, state):
+        raise SystemExit(1)
+
+
+if __name__ == '__main__':
+    run(main)

@@ -155,11 +155,11 @@ SCHEMES = {  # update= : (rule, splitting)
 
 
 class Linear(nn.Linear):
-    """nn.Linear that knows which axis of its weight (out, in) lies along the embedding: nGPT's unit-norm axis."""
+    """nn.Linear that knows its weight's (out, in) axis along the embedding, nGPT's unit-norm axis, and the matrices stacked in it."""
 
-    def __init__(self, n_in, n_out, bias, embd_axis):
+    def __init__(self, n_in, n_out, bias, embd_axis, stacked=1):
         super().__init__(n_in, n_out, bias=bias)
-        self.embd_axis = embd_axis
+        self.embd_axis, self.stacked = embd_axis, stacked
 
     def reset_parameters(self):  # GPT.__init__ draws all weights
         if self.bias is not None:
@@ -191,7 +191,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_head, self.dropout = cfg.n_head, cfg.dropout
-        self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, cfg.bias, embd_axis=1)
+        self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, cfg.bias, embd_axis=1, stacked=3)  # q, k, v
         self.c_proj = Linear(cfg.n_embd, cfg.n_embd, cfg.bias, embd_axis=0)
         self.s_qk = Scale(cfg.n_embd, scale=cfg.n_embd ** -0.5) if cfg.normalized else None
         d_head = cfg.n_embd // cfg.n_head

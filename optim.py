@@ -190,12 +190,12 @@ def configure_optimizer(model, cfg, dtype=torch.float32):
     }
     if cfg.optimizer == 'muon':
         groups['matrices'] = (muon, cfg.muon_lr, cfg.muon_weight_decay)
+    stacked = {module.weight: module.stacked for module in model.modules() if isinstance(module, Linear) and cfg.muon_qkv == 'split'}
     for kind, params in kinds.items():
         group, lr, wd = groups[kind]
-        stacked = [p for name, p in params.items() if name.endswith('c_attn.weight') and cfg.muon_qkv == 'split']
-        for blocks, chosen in ((1, [p for p in params.values() if not any(p is q for q in stacked)]), (3, stacked)):
-            if chosen:
-                group.append({'params': chosen, 'kind': kind, 'lr': lr, 'weight_decay': wd, 'blocks': blocks})
+        for blocks in sorted({stacked.get(p, 1) for p in params.values()}):
+            chosen = [p for p in params.values() if stacked.get(p, 1) == blocks]
+            group.append({'params': chosen, 'kind': kind, 'lr': lr, 'weight_decay': wd, 'blocks': blocks})
 
     def make(cls, groups, **options):
         if cfg.zero:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception: not caught as one
 from torch.distributed.tensor import DTensor
 
 from configurator import UserError
@@ -63,8 +64,8 @@ def write(folder, tensors, digest, group):
             mine[path.name] = digest(stored)
         if lost := [key for key, tensor in local.items() if tensor.numel()]:
             raise OSError(f'{lost[0]} was not written')
-    except Exception as error:  # the library wraps one rank's disk errors in its own, for all ranks
-        problem = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    except (Exception, CheckpointException) as error:  # the latter tells all ranks of one's disk errors
+        problem = last_line(error)
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, (problem, mine), group=group)
     if problems := [problem for problem, _ in found if problem]:
@@ -81,8 +82,8 @@ def load(folder, state, model, optimizer):
     _, tensors = split({'model': model.state_dict(), 'optimizer': optimizer.state_dict(gather=False)})
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    except Exception as error:
-        raise UserError(f'{folder}: not the shards of this run ({str(error).strip().splitlines()[-1]:.200})') from None
+    except (Exception, CheckpointException) as error:
+        raise UserError(f'{folder}: not the shards of this run ({last_line(error)})') from None
 
 
 def read(folder, shards, digest, whole, prefix=''):
@@ -111,9 +112,13 @@ def read(folder, shards, digest, whole, prefix=''):
                 warnings.simplefilter('ignore')
                 dcp.load(tensors, storage_reader=reader, no_dist=True)
         return tensors
-    except Exception as error:  # a damaged or hostile file can fail anywhere in the readers
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise UserError(f'{folder}: not readable as the shards of a checkpoint ({reason:.200})') from None
+    except (Exception, CheckpointException) as error:  # a damaged or hostile file can fail anywhere in the readers
+        raise UserError(f'{folder}: not readable as the shards of a checkpoint ({last_line(error)})') from None
+
+
+def last_line(error):
+    """What an error says in the end; the library puts the traceback before it."""
+    return f'{(str(error).strip() or type(error).__name__).splitlines()[-1]:.200}'
 
 
 def folders(folder):

@@ -150,9 +150,9 @@ def resident():
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/statm'), reason='reads Linux\'s own count of resident memory')
 def test_memory_does_not_grow_with_the_data(tmp_path):
-    tokens = 1_500_000_000
+    tokens = 15_000_000_000
     with open(tmp_path / 'train.bin', 'wb') as file:
-        file.truncate(2 * tokens)  # sparse: 3 GB of zeros that take no room
+        file.truncate(2 * tokens)  # sparse: 30 GB of zeros that take no room
     before = resident()
     split = Split(tmp_path, 'train', {'vocab_size': 5, 'dtype': 'uint16', 'tokens': {'train': tokens}}, 4096)
     for x, _ in itertools.islice(TrainLoader(split, 16, 1, seed=0), 200):  # mapped, it would be some 200 MB of pages

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -14,11 +15,9 @@ import pytest
 import torch
 
 import checkpoint
-import sharded
 import train as script
 from checkpoint import read
-from configurator import UserError
-from conftest import ROOT, SMALL, arguments, call, records, run_train, train
+from conftest import ROOT, SMALL, arguments, call, records, run_train, start_train, train
 
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2')
 STEPS = dict(max_iters=30, eval_interval=10, save_interval=10, keep_last=2, n_layer=2, learning_rate=3e-3)
@@ -28,9 +27,11 @@ FAMILIES = {f'{update} {optimizer}': dict(update=update, optimizer=optimizer)
             for update, optimizer in itertools.product(('gd', 'lt_nag', 'lt_tmm', 'ngpt'), ('adamw', 'muon'))}
 SPLIT_QKV = 'lt_nag split'
 FAMILIES[SPLIT_QKV] = dict(update='lt_nag', optimizer='muon', muon_qkv='split')
-WAYS = {'ddp': {}, 'zero': dict(zero=True), 'fsdp': dict(parallel='fsdp'), 'sharded': dict(parallel='fsdp', save_sharded=True)}
+WAYS = {'ddp': {}, 'zero': dict(zero=True), 'fsdp': dict(parallel='fsdp'),
+        'sharded': dict(parallel='fsdp', save_sharded=True, activation_checkpointing=True)}
 CELLS = [(family, way, processes) for family in FAMILIES for way in WAYS for processes in (2, 4)
          if way != 'sharded' or family in ('lt_nag muon', 'ngpt adamw')]
+SHARDED = ('lt_nag muon', 'sharded', 2)
 DROPOUT = dict(update='gd', dropout=0.2, max_iters=6, eval_interval=3, save_interval=3, **SPLIT[2])
 
 
@@ -107,6 +108,11 @@ def shared(folder, data_folder, alone):
             runs += [({**base, 'out_dir': folders['from one'], 'update': 'lt_nag', 'optimizer': 'adamw', 'init_from': 'resume'}, None),
                      ({**base, 'out_dir': folders['dropout'], **DROPOUT}, None), ({**base, 'out_dir': folders['stopped'], **DROPOUT}, 3),
                      ({**base, 'out_dir': folders['stopped'], **DROPOUT, 'init_from': 'resume'}, None)]
+        else:  # after the two processes' launch
+            folders['two to four'] = folder / 'two to four'
+            shutil.copytree(folders[SHARDED], folders['two to four'])
+            shutil.move(folders['two to four'] / 'ckpt-00000010.pt', folders['two to four'] / 'ckpt.pt')
+            runs += [({**runs[0][0], **FAMILIES[SHARDED[0]], **WAYS['sharded'], 'out_dir': folders['two to four'], 'init_from': 'resume'}, None)]
         launch(folder, processes, runs)
     return folders
 
@@ -137,7 +143,7 @@ def test_many_processes_train_as_one(shared, alone, cell):
 
 def test_all_processes_end_with_the_same_weights(shared):
     for name, folder in shared.items():
-        if not {'fsdp', 'sharded'} & set(name):
+        if not {'fsdp', 'sharded'} & set(name) and name != 'two to four':
             weights = {result['weights'] for result in ranks(folder)}
             assert weights == {checkpoint.digest(read(folder / 'ckpt.pt')['model'])}, name
 
@@ -167,6 +173,32 @@ def test_one_process_goes_on_from_many(shared, cell, data_folder, tmp_path):
     options = {**STEPS, **SPLIT[1], **FAMILIES[cell[0]], 'init_from': 'resume', 'zero': False, 'parallel': 'ddp', 'save_sharded': False}
     assert train(data_folder, tmp_path, **options).code == 0
     assert numbers(tmp_path, 'loss', 'val_loss') == pytest.approx(numbers(shared[cell], 'loss', 'val_loss'), rel=1e-5)
+
+
+def test_shards_of_two_processes_are_resumed_by_four(shared):
+    assert [record['world_size'] for record in records(shared['two to four']) if 'config' in record] == [2, 4]
+    assert numbers(shared['two to four'], 'loss', 'val_loss') == pytest.approx(numbers(shared[SHARDED], 'loss', 'val_loss'), rel=1e-5)
+
+
+def test_a_sharded_runs_best_weights_are_read_like_any(shared):
+    state = read(shared[SHARDED] / 'best.pt')
+    assert 'optimizer' not in state and state['step'] == 30
+    whole = read(shared['lt_nag muon', 'fsdp', 2] / 'best.pt')['model']
+    assert state['model'].keys() == whole.keys() and all(torch.allclose(w, whole[name], atol=1e-5) for name, w in state['model'].items())
+
+
+def test_two_torchrun_nodes_train_as_one(alone, data_folder, tmp_path):
+    with socket.socket() as found:
+        found.bind(('localhost', 0))
+        port = found.getsockname()[1]
+    node = ('-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', '--rdzv_id=1',
+            f'--rdzv_endpoint=localhost:{port}', '--local_addr=localhost')
+    nodes = [start_train(data_folder, tmp_path, node, **STEPS, **SPLIT[2], **FAMILIES['gd adamw']) for _ in range(2)]
+    for process in nodes:
+        _, stderr = process.communicate(timeout=100)
+        assert process.returncode == 0, stderr[:3000]
+    assert records(tmp_path)[0]['world_size'] == 2
+    assert numbers(tmp_path, 'loss', 'val_loss') == pytest.approx(numbers(alone['gd adamw'], 'loss', 'val_loss'), rel=1e-5)
 
 
 def test_a_signal_to_one_process_stops_all_and_resumes_bitwise(shared):

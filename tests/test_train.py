@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import checkpoint
 import train as script
 from checkpoint import read
-from conftest import ALPHABET, arguments, call, records, run_train, start_train, train, write_data
+from conftest import ALPHABET, ROOT, SMALL, arguments, call, records, run_train, start_train, train, write_data
 from model import GPT, SCHEMES
 
 NOT_COMPARED = ('tokens_per_s',)
@@ -680,3 +682,20 @@ def test_two_starts_in_one_folder(data_folder, tmp_path):
 def test_the_data_decide_which_ids_are_used(data_folder, tmp_path):
     outcome = train(data_folder, tmp_path / 'run', vocab_used=5, max_iters=2)
     assert outcome.code == 2 and 'vocab_used=5' in outcome.message and not (tmp_path / 'run').exists()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='ru_maxrss is in KiB on Linux only')
+def test_a_bin_larger_than_memory_trains_in_little(tmp_path):
+    """30 GB, sparse: zeros that take no room."""
+    folder, tokens = write_data(tmp_path / 'data'), 15_000_000_000
+    os.truncate(folder / 'train.bin', 2 * tokens)
+    meta = json.loads((folder / 'meta.json').read_text())
+    meta['tokens']['train'] = tokens
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    program = ('import resource, sys, train; train.main(sys.argv[1:]); '
+               'print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)')
+    options = {**SMALL, 'dataset': folder, 'out_dir': tmp_path / 'out', 'batch_size': 16, 'max_iters': 20, 'eval_iters': 20}
+    result = subprocess.run([sys.executable, '-c', program, *arguments(options)], cwd=ROOT, capture_output=True, text=True, timeout=100,
+                            env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) * 1024 < 2e9
