@@ -37,7 +37,7 @@ def run(main):
     except UserError as error:
         rank = os.environ.get('RANK', '0')
         if rank != '0':
-            time.sleep(2)  # if rank 0 has the same to say, this process is ended before it repeats it
+            time.sleep(10)  # if rank 0 has the same to say, this process is ended before it repeats it
         print(f'error: {error}' + f' (rank {rank})' * (rank != '0'), file=sys.stderr, flush=True)
         dist = sys.modules.get('torch.distributed')
         if dist and dist.is_available() and dist.is_initialized():
