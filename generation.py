@@ -1,9 +1,14 @@
-"""Generation: the KV cache and the sampling loop, GPT.generate."""
+"""Generation: the KV cache, the sampling loop GPT.generate, and a Decoder that makes its steps fast."""
+import functools
 import math
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 from configurator import UserError
+
+FEW = 16  # rows of a matmul up to which its time is that of reading the weights
 
 
 class KVCache:
@@ -11,6 +16,12 @@ class KVCache:
 
     def __init__(self, capacity):
         self.capacity, self.length, self.kv = capacity, 0, None
+
+    def positions(self, T, device):
+        """The positions (T) of the next T tokens. Raises ValueError if they do not fit."""
+        if self.length + T > self.capacity:
+            raise ValueError(f'{self.length} + {T} tokens do not fit a cache of {self.capacity}')
+        return torch.arange(self.length, self.length + T, device=device)
 
     def append(self, k, v):
         """k, v: (B, H, T, D) of new tokens -> keys, values (B, H, length, D) of all so far, and the mask that they need."""
@@ -25,6 +36,26 @@ class KVCache:
         return *self.kv[:, :, :, :self.length].unbind(0), mask
 
 
+class StaticKVCache:
+    """A KVCache whose shapes never change, so that code compiled for one token fits the next: all rows are attended to, those
+    not written yet masked. `start` is a tensor of one number, shared by the layers, that the owner moves on."""
+
+    def __init__(self, capacity, start):
+        self.capacity, self.start, self.kv = capacity, start, None
+
+    def positions(self, T, device):
+        return torch.arange(T, device=device) + self.start
+
+    def append(self, k, v):
+        if self.kv is None:
+            self.kv = k.new_zeros(2, *k.shape[:2], self.capacity, k.shape[3])
+            torch._dynamo.mark_static_address(self.kv)  # a CUDA graph may write into it
+        pos = self.positions(k.size(2), k.device)
+        self.kv[0].index_copy_(2, pos, k)
+        self.kv[1].index_copy_(2, pos, v)
+        return self.kv[0], self.kv[1], torch.arange(self.capacity, device=k.device) <= pos[:, None]
+
+
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
     """Continues each of the prompts idx (B, T) by max_new_tokens -> (B, T + max_new_tokens).
@@ -35,15 +66,17 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=
     if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1) or max_new_tokens < 0 or idx.size(1) == 0:
         raise UserError(f'temperature={temperature} and max_new_tokens={max_new_tokens} must be finite and not negative, '
                         f'top_k={top_k} at least 1, the prompt ({idx.size(1)} tokens) not empty')
-    training, cache = model.training, model.new_cache()
+    training, block_size, new = model.training, model.cfg.block_size, idx  # new: not in the cache yet
+    cache = model.new_cache(min(block_size, idx.size(1) + max_new_tokens))
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            if use_cache and idx.size(1) <= model.cfg.block_size:
-                logits, _ = model(idx[:, cache[0].length:], cache=cache)
+            if use_cache and idx.size(1) <= block_size:
+                logits, _ = model(new, cache=cache)
             else:  # past block_size the window slides: every position changes, so nothing cached stays valid
-                logits, _ = model(idx[:, -model.cfg.block_size:])
-            idx = torch.cat((idx, sample_token(logits[:, -1, :model.cfg.vocab_used].float(), temperature, top_k)), dim=1)
+                logits, _ = model(idx[:, -block_size:])
+            new = sample_token(logits[:, -1, :model.cfg.vocab_used].float(), temperature, top_k)
+            idx = torch.cat((idx, new), dim=1)
     finally:
         model.train(training)
     return idx
@@ -60,3 +93,60 @@ def sample_token(logits, temperature, top_k):
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)  # exactly top_k of them, ties or not
     return torch.multinomial(logits.softmax(-1), 1)
+
+
+class Decoder(nn.Module):
+    """A trained GPT made ready to generate, in place: it can't be trained any more. Called and used as the GPT itself.
+
+    A token costs the time of reading every weight once, so the weights of the matmuls are stored in `dtype`, the one they
+    are multiplied in, and laid out as one token's products read them fastest. `compiled`: steps of one token run compiled,
+    on CUDA as one graph; the first of a shape takes long.
+    """
+
+    def __init__(self, model, dtype, compiled=False):
+        super().__init__()
+        self.model, self.cfg, self.cache = model, model.cfg, None
+        on_cpu = model.lm_head.weight.device.type == 'cpu'
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                weight = module.weight.detach().to(dtype)
+                if on_cpu and not compiled:
+                    weight = weight.t().contiguous().t()  # BLAS is nearly twice as fast down its columns
+                module.weight = nn.Parameter(weight, requires_grad=False)  # the head's is the token table no more
+                if on_cpu and compiled:
+                    module.forward = functools.partial(linear, module)
+        self.step = None
+        if compiled:
+            self.step = torch.compile(model, dynamic=False, fullgraph=True, mode=None if on_cpu else 'reduce-overhead')
+
+    def new_cache(self, capacity):
+        if self.step is None:
+            return self.model.new_cache(capacity)
+        capacity = min(self.cfg.block_size, -(-capacity // 128) * 128)  # few shapes: each is compiled
+        if self.cache is None or self.cache[0].capacity != capacity:
+            start = torch.zeros((), dtype=torch.int64, device=self.model.lm_head.weight.device)
+            self.cache = [StaticKVCache(capacity, start) for _ in range(self.cfg.n_layer)]
+        self.cache[0].start.zero_()
+        return self.cache
+
+    def forward(self, idx, cache=None):
+        if self.step is None or cache is None:
+            return self.model(idx, cache=cache)
+        if cache[0].kv is not None and len(cache[0].kv[0]) != len(idx):  # another batch size than last time
+            for one in cache:
+                one.kv = None
+        step = self.step if idx.size(1) == 1 and cache[0].kv is not None else self.model  # a prompt may have any length
+        logits, loss = step(idx, cache=cache)
+        cache[0].start += idx.size(1)
+        return logits, loss
+
+    generate = generate
+
+
+def linear(module, x):
+    """F.linear; for few rows as a sum of products, which the compiler makes one pass over the weights at the memory's speed."""
+    if x.numel() > FEW * x.size(-1):
+        return F.linear(x, module.weight, module.bias)
+    rows = x.reshape(-1, x.size(-1)).float()
+    y = (module.weight[:, None] * rows).sum(-1).t().reshape(*x.shape[:-1], -1).to(module.weight.dtype)
+    return y if module.bias is None else y + module.bias

@@ -210,7 +210,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v, mask = cache.append(k, v)
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0,
-                                           is_causal=k.size(2) == T, scale=self.scale)
+                                           is_causal=mask is None and k.size(2) == T, scale=self.scale)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
@@ -381,10 +381,10 @@ class GPT(nn.Module):
         logits are the last position's, (B, 1, V). return_logits=True gives those of all positions, (B, T, V), either way.
         `cache` (new_cache(), a list by layer) holds the tokens before idx and takes in idx. Raises ValueError past block_size.
         """
-        start, T, table = cache[0].length if cache else 0, idx.size(1), self.transformer
-        if start + T > self.cfg.block_size:
-            raise ValueError(f'{start + T} tokens do not fit block_size={self.cfg.block_size}')
-        pos, rotary, v = torch.arange(start, start + T, device=idx.device), None, None
+        T, table, rotary, v = idx.size(1), self.transformer, None, None
+        if T > self.cfg.block_size:
+            raise ValueError(f'{T} tokens do not fit block_size={self.cfg.block_size}')
+        pos = cache[0].positions(T, idx.device) if cache else torch.arange(T, device=idx.device)
         x = table.wte(idx)
         if self.cfg.pos == 'learned':
             x = x + table.wpe(pos)
@@ -408,8 +408,8 @@ class GPT(nn.Module):
             logits = logits if self.s_z is None else logits * self.s_z()
         return logits, loss
 
-    def new_cache(self):
-        return [KVCache(self.cfg.block_size) for _ in range(self.cfg.n_layer)]
+    def new_cache(self, capacity=None):
+        return [KVCache(capacity or self.cfg.block_size) for _ in range(self.cfg.n_layer)]
 
     generate = generate
 

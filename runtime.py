@@ -134,20 +134,30 @@ def has_bfloat16(device):
     return False
 
 
-def compile_model(model, mode, runtime):
-    """Compiles `model` in place if `mode` ('auto', 'True', 'False') and this machine allow; warns once where they do not.
+def compiler_works(device):
+    """True, or why not: a missing C++ compiler, Triton or Python headers each fail in their own way."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+        return True
+    except Exception as error:
+        return str(error).strip().splitlines()[0]
 
-    auto: on CUDA only. A small function is compiled first, to find out whether a working compiler is there.
-    """
+
+def to_compile(mode, runtime):
+    """Whether `mode` ('auto': on CUDA only, 'True', 'False') and this machine mean compiled code; warns where they disagree."""
     if mode == 'False' or (mode == 'auto' and runtime.device.type != 'cuda'):
         return False
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=runtime.device))
-    except Exception as error:  # a missing C++ compiler, Triton or Python headers: each fails in its own way
-        runtime.print(f'warning: compile={mode}: no working compiler here, going on without ({str(error).strip().splitlines()[0]})')
-        return False
-    model.compile(dynamic=False)  # evaluation's batch size gets a graph of its own, not a slower one for all sizes
-    return True
+    if (works := compiler_works(runtime.device)) is not True:
+        runtime.print(f'warning: compile={mode}: no working compiler here, going on without ({works})')
+    return works is True
+
+
+def compile_model(model, mode, runtime):
+    """Compiles `model` in place if `to_compile`; returns whether it did."""
+    compiled = to_compile(mode, runtime)
+    if compiled:
+        model.compile(dynamic=False)  # evaluation's batch size gets a graph of its own, not a slower one for all sizes
+    return compiled
 
 
 def code_version():

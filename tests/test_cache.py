@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import runtime
 from conftest import TINY, fresh, nontrivial, relative_error, tokens
+from generation import Decoder
 from model import SCHEMES
 
 BLOCK = TINY['block_size']
@@ -216,3 +218,54 @@ def test_generates_under_autocast(update, use_cache):
     model = nontrivial(torch.float32, update=update)
     with torch.autocast('cpu', dtype=torch.bfloat16):
         assert model.generate(tokens(), 2 * BLOCK, use_cache=use_cache).shape == (2, 7 + 2 * BLOCK)
+
+
+# ---- Decoder: the fast way to the same tokens ---------------------------------------------------------------------------
+
+@pytest.fixture(params=['eager', 'static'])
+def make_decoder(request, monkeypatch):
+    """static: what is compiled, as it is before the compiler has seen it."""
+    monkeypatch.setattr(torch, 'compile', lambda model, **options: model)
+    return lambda model, dtype=torch.float32: Decoder(model, dtype, request.param == 'static')
+
+
+def test_a_decoder_gives_the_models_tokens(update, make_decoder):
+    """From prompts below, at and beyond block_size, well beyond it, and again with other batch sizes."""
+    model = nontrivial(torch.float32, update=update, std=0.6)
+    prompts = [tokens(B=B, T=T, seed=T) for B, T in ((3, 1), (1, 3), (20, BLOCK - 1), (3, BLOCK), (2, BLOCK + 1))]
+    expected = [model.generate(idx, 12, temperature=0) for idx in prompts]
+    decoder = make_decoder(model)
+    for idx, text in zip(prompts, expected):
+        assert torch.equal(decoder.generate(idx, 12, temperature=0), text)
+
+
+def test_a_decoders_logits_are_the_models(update, make_decoder):
+    model, idx = nontrivial(torch.float32, update=update), tokens(B=3, T=BLOCK)
+    with torch.no_grad():
+        expected = model(idx, return_logits=True)[0]
+        decoder = make_decoder(model)
+        for _ in range(2):  # the second time into a cache that is not empty any more
+            cache = decoder.new_cache(BLOCK)
+            parts = [decoder(part, cache=cache)[0] for part in idx.split([3, 1, 1, 1, 1, 1], dim=1)]
+            assert relative_error(torch.cat(parts, dim=1), expected[:, 2:]) < 1e-5
+
+
+def test_a_decoders_bfloat16_weights_are_near(update, make_decoder):
+    model, idx = nontrivial(torch.float32, update=update, n_embd=32), tokens(B=3, T=BLOCK)
+    with torch.no_grad():
+        expected = model(idx)[0]
+        decoder = make_decoder(model, torch.bfloat16)
+        with torch.autocast('cpu', dtype=torch.bfloat16):
+            cache = decoder.new_cache(BLOCK)
+            decoder(idx[:, :-1], cache=cache)
+            assert relative_error(decoder(idx[:, -1:], cache=cache)[0].float(), expected) < 0.05
+    assert model.lm_head.weight.dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
+
+
+def test_a_compiled_step_gives_the_eager_logits():
+    """Through the real compiler, where this machine has one."""
+    if runtime.compiler_works(torch.device('cpu')) is not True:
+        pytest.skip('no working compiler')
+    model = nontrivial(torch.float32, update='lt_nag')
+    expected = model.generate(tokens(B=2), 9, temperature=0)
+    assert torch.equal(Decoder(model, torch.float32, compiled=True).generate(tokens(B=2), 9, temperature=0), expected)
