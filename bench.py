@@ -316,7 +316,7 @@ def main(argv):
     try:
         measure(entries, cfg, rt)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if runtime.is_out_of_memory(error):
             raise UserError(f'out of memory on {rt.device}: lower --batch_size, or compare fewer --schemes at a time (all stay '
                             f'loaded)') from None
         raise

@@ -134,6 +134,11 @@ def has_bfloat16(device):
     return False
 
 
+def is_out_of_memory(error):
+    """Whether a RuntimeError says that a device's memory or the machine's is full."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def compile_model(model, mode, runtime):
     """Compiles `model` in place if `mode` ('auto', 'True', 'False') and this machine allow; warns once where they do not.
 

@@ -1,5 +1,6 @@
 """configurator.py and config/: pytest tests/test_config.py"""
 import glob
+import io
 import os
 import re
 import subprocess
@@ -253,6 +254,15 @@ def test_run(capsys, monkeypatch):
     assert seen == ['--n_layer=6']
 
 
+def test_text_that_the_output_cannot_show_is_escaped(monkeypatch):
+    """A run's only words can be a sample that took minutes; the C locale and Windows' pipes know few characters."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    monkeypatch.setattr(sys, 'stdout', out)
+    run(lambda argv: print('na\u00efve \u4f60 \udcff'))
+    out.flush()
+    assert out.buffer.getvalue().decode('ascii').strip() == r'na\xefve \u4f60 \udcff'
+
+
 def test_help_is_read_from_the_source(tmp_path, monkeypatch, capsys):
     (tmp_path / 'model.py').write_text('''
 import nothing_like_this
@@ -372,3 +382,9 @@ def test_the_table_names_every_run():
         cells = [line.split('|')[1] for line in file if line.startswith('| `')]
     named = [name for cell in cells for pattern in re.findall('`(.*?)`', cell) for name in expand(pattern)]
     assert sorted(set(named)) == sorted(os.path.basename(path)[:-3] for path in RUNS)
+
+
+@pytest.mark.parametrize('path', RUNS)
+def test_every_run_chooses_its_own_batch(path):
+    """The default accumulation is for a large model: in a small run it would make each update forty times the work."""
+    assert {'batch_size', 'gradient_accumulation_steps'} <= load(path)[2].keys()
