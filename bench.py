@@ -206,7 +206,7 @@ def peak_bytes_here(name, gpt_cfg, cfg):
         one.step()
     if rt.device.type == 'cuda':
         return torch.cuda.max_memory_allocated(rt.device)
-    with contextlib.suppress(OSError), open('/proc/self/status') as file:  # Linux, whose getrusage counts the parent's in
+    with contextlib.suppress(OSError), open('/proc/self/status', encoding='utf-8') as file:  # Linux, whose getrusage counts the parent's in
         for line in file:
             if line.startswith('VmHWM:'):
                 return int(line.split()[1]) * 1024

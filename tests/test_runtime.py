@@ -113,8 +113,8 @@ def compiled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize('mode, device, tried', [('auto', 'cuda', True), ('auto', 'mps', False), ('auto', 'cpu', False), ('True', 'cpu', True),
-                                                 ('False', 'cuda', False)])
+@pytest.mark.parametrize('mode, device, tried', [('auto', 'cuda', True), ('auto', 'mps', False), ('auto', 'cpu', False),
+                                                 ('True', 'cpu', True), ('False', 'cuda', False)])
 def test_auto_compiles_on_cuda_only(mode, device, tried, compiled, monkeypatch):
     probes = []
     monkeypatch.setattr(torch, 'compile', lambda function: probes.append(function) or (lambda x: x))

@@ -216,7 +216,7 @@ def test_weights_and_optimizer_state_stay_float32(update, data_folder, tmp_path)
     ('starting_model', {}, 'a smaller model'),
 ])
 @pytest.mark.parametrize('error', [torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nmore'),
-                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")], ids=['cuda', 'cpu'])
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=['cuda', 'cpu'])
 def test_out_of_memory_ends_with_options_for_the_same_run(where, options, advice, error, data_folder, tmp_path, monkeypatch):
     def fail(*args):
         raise error
@@ -243,7 +243,7 @@ def test_a_dataset_is_a_name_under_data_or_the_path_given(dataset, tmp_path, mon
     outcome = train(dataset, 'out')
     assert outcome.code == 2 and dataset in outcome.message and not os.path.exists('out')
     assert train('../../data/mine', 'out', max_iters=0).code == 0
-    assert sorted(os.listdir('out')) == ['best.pt', 'ckpt.pt', 'metrics.jsonl'] and os.listdir() == ['out']
+    assert read('out/ckpt.pt')['step'] == 0 and os.listdir() == ['out']  # and the run's folder is exactly the one given
 
 
 def test_a_run_needs_no_utf8_locale(tmp_path):
@@ -374,7 +374,8 @@ REFUSED = {  # what a resume makes sure of: (entry, another value, the message)
 GOES_ON = {  # what it goes on from: how to change it
     'model': lambda weights: {name: w + 0.01 for name, w in weights.items()},
     'gpt_config': lambda config: config | {'n_head': 4}, 'train_config': lambda config: config | {'learning_rate': 0.5},
-    'step': lambda step: step - 1, 'best_val_loss': lambda loss: 0.5, 'rng': lambda ranks: [[torch.Generator().manual_seed(9).get_state()] for _ in ranks],
+    'step': lambda step: step - 1, 'best_val_loss': lambda loss: 0.5,
+    'rng': lambda ranks: [[torch.Generator().manual_seed(9).get_state()] for _ in ranks],
     'optimizer': lambda state: {name: {key: value + 1 for key, value in of.items()} for name, of in state.items()}}
 ELSEWHERE = {'scaler', 'skipped', 'wandb_id'}  # with tests of their own
 
@@ -420,7 +421,8 @@ def test_processes_that_read_different_checkpoints_are_refused(data_folder, fini
     shutil.copytree(finished, tmp_path / 'out')
     monkeypatch.setattr(script.runtime.Runtime, 'gather', lambda self, value: [value, '0' * 64])
     outcome = train(data_folder, tmp_path / 'out', init_from='resume', max_iters=7)
-    assert outcome.code == 2 and 'different checkpoints' in outcome.message and contents(tmp_path / 'out') == contents(finished)
+    assert outcome.code == 2 and 'different checkpoints' in outcome.message
+    assert contents(tmp_path / 'out')['ckpt.pt'] == contents(finished)['ckpt.pt']
 
 
 def test_auto_starts_and_resumes(data_folder, tmp_path, capsys):
