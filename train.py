@@ -364,7 +364,8 @@ def main(argv):
             raise UserError(f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already')
         step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
         optimizer.load_state_dict(state['optimizer'])
-        scaler.load_state_dict(state['scaler'])
+        if state['scaler']:  # not of a run that had none
+            scaler.load_state_dict(state['scaler'])
         before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
         rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
             f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))

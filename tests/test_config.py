@@ -238,6 +238,8 @@ def test_run(capsys, monkeypatch):
     def interrupt(argv):
         raise KeyboardInterrupt
 
+    waits = []
+    monkeypatch.setattr(configurator.time, 'sleep', waits.append)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     monkeypatch.delenv('RANK', raising=False)
     message = 'error: n_head does not divide n_embd\n'
@@ -249,6 +251,7 @@ def test_run(capsys, monkeypatch):
             run(main)
         assert exit.value.code == code
         assert capsys.readouterr().err == printed
+    assert waits == [2]  # rank 1 only: rank 0 has the same to say, and ends it before it does
     seen = []
     run(seen.extend)
     assert seen == ['--n_layer=6']

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -366,6 +368,19 @@ def test_the_scaler_goes_on_where_it_was(data_folder, tmp_path, monkeypatch):
     folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
     assert metrics(train(data_folder, folder, init_from='resume', **options)) == metrics(whole)
     assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt')
+
+
+def test_a_run_goes_on_in_another_precision(data_folder, finished, tmp_path, monkeypatch, capsys):
+    """Into float16, whose scaler then starts afresh, and out of it."""
+    shutil.copytree(finished, tmp_path / 'out')
+    assert train(data_folder, tmp_path / 'out', init_from='resume', dtype='bfloat16', max_iters=7).code == 0
+    assert 'dtype: float32 -> bfloat16' in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # float16 itself needs CUDA
+        patch.setattr(torch.amp, 'GradScaler', lambda device, enabled: GradScaler(device, init_scale=8.0, growth_interval=2))
+        assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=9).code == 0
+    assert read(tmp_path / 'out' / 'ckpt.pt')['scaler']['scale'] == 16.0
+    assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=10).code == 0
+    assert read(tmp_path / 'out' / 'ckpt.pt')['scaler'] == {}
 
 
 REFUSED = {  # what a resume makes sure of: (entry, another value, the message)
@@ -805,6 +820,31 @@ def test_wandb_offline(data_folder, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     assert train(data_folder, tmp_path, wandb_log=True, max_iters=2).code == 0
     assert read(tmp_path / 'ckpt.pt')['wandb_id']
+
+
+def test_wandb_gets_the_records_and_goes_on_in_the_same_run(data_folder, tmp_path, monkeypatch):
+    """A stand-in of the three calls that are made; the package itself is optional."""
+    starts, logged = [], []
+
+    def init(**options):
+        starts.append(options)
+        return SimpleNamespace(id=options['id'] or 'new', log=lambda record, step: logged.append((step, record)))
+    wandb = ModuleType('wandb')
+    wandb.init, wandb.__spec__ = init, ModuleSpec('wandb', None)
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    train(data_folder, tmp_path / 'run', wandb_log=True, wandb_project='streams', max_iters=2)
+    outcome = train(data_folder, tmp_path / 'run', wandb_log=True, init_from='resume', max_iters=4)
+    assert [(start['project'], start['name'], start['id'], start['resume']) for start in starts] == [
+        ('streams', 'run', None, 'allow'), ('streams', 'run', 'new', 'allow')]
+    assert starts[0]['config']['config']['n_embd'] == 16
+    assert [record for _, record in logged] == [record for record in outcome.records if 'config' not in record]
+    assert all(step == record['step'] for step, record in logged)
+
+
+def test_without_wandb_it_says_what_to_install(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.importlib.util, 'find_spec', lambda name: None)
+    outcome = train(data_folder, tmp_path / 'out', wandb_log=True)
+    assert outcome.code == 2 and 'pip install wandb' in outcome.message and not (tmp_path / 'out').exists()
 
 
 def test_a_compiled_run_saves_plain_names(data_folder, tmp_path, monkeypatch):
