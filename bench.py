@@ -313,13 +313,8 @@ def main(argv):
     rt = runtime.start(cfg.device, cfg.dtype)
     if rt.distributed:
         raise UserError('bench.py measures one process: run it with python, not with torchrun')
-    try:
+    with runtime.memory_for(f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'):
         measure(entries, cfg, rt)
-    except RuntimeError as error:
-        if runtime.is_out_of_memory(error):
-            raise UserError(f'out of memory on {rt.device}: lower --batch_size, or compare fewer --schemes at a time (all stay '
-                            f'loaded)') from None
-        raise
 
 
 def measure(entries, cfg, rt):

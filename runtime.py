@@ -134,11 +134,6 @@ def has_bfloat16(device):
     return False
 
 
-def is_out_of_memory(error):
-    """Whether a RuntimeError says that a device's memory or the machine's is full."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def compile_model(model, mode, runtime):
     """Compiles `model` in place if `mode` ('auto', 'True', 'False') and this machine allow; warns once where they do not.
 
@@ -199,3 +194,16 @@ def stop():
 
 def warn(message):
     print(f'warning: {message}', file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def memory_for(remedy, failure=UserError):
+    """Turns running out of memory, the device's or main memory, into a `failure` that names the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed')  # torch, of main memory
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
+            raise
+        raise failure(f'out of memory ({reason:.200}); {remedy}') from None

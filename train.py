@@ -245,21 +245,14 @@ def evaluate(model, split, count, batch_size, rt):
     return total / weight
 
 
-@contextlib.contextmanager
-def memory_advice(cfg, size=None, times=None):
-    """Where memory runs out inside: ends the run with what needs less. `size` and `times` name options of a fixed product."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not runtime.is_out_of_memory(error):
-            raise
-        ways = ['--parallel=fsdp on several GPUs', 'a smaller model (--dry_run=True tells what one needs)']
-        if size:
-            n, count = getattr(cfg, size), getattr(cfg, times)
-            parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
-            ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1) + (
-                ['--activation_checkpointing=True'] * (not cfg.activation_checkpointing) + ways)
-        raise SystemExit(f'out of memory ({str(error).splitlines()[0]:.200}); try {", or ".join(ways)}') from None
+def in_less(cfg, size, times):
+    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else makes room."""
+    n, count = getattr(cfg, size), getattr(cfg, times)
+    parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
+    ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1)
+    ways += ['--activation_checkpointing=True'] * (not cfg.activation_checkpointing)
+    ways += ['--parallel=fsdp on several GPUs'] * (cfg.parallel == 'ddp') + ['a smaller model']
+    return f'try {", or ".join(ways)}'
 
 
 def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
@@ -317,7 +310,7 @@ def main(argv):
                         f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
                         f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     torch.manual_seed(options.seed)
-    with memory_advice(options):
+    with runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'):
         model = starting_model(given, options, state, meta, resumed)
     cfg = options.resolve(model.cfg.normalized)
     train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
@@ -339,14 +332,14 @@ def main(argv):
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
-    with memory_advice(cfg):
+    with runtime.memory_for('try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs', SystemExit):
         model.to(rt.device)
     compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
     rt.print(f'{rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled')
 
     def losses():
         count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
-        with memory_advice(cfg, 'eval_batch_size', 'eval_iters'):
+        with runtime.memory_for(in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
             return {'train_loss': evaluate(model, train_split, count, size, rt),
                     'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt)}
 
@@ -417,7 +410,7 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        with memory_advice(cfg, 'batch_size', 'gradient_accumulation_steps'):
+        with runtime.memory_for(in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit):
             loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
         skipped = 0 if math.isfinite(grad_norm) else skipped + 1
         step += 1

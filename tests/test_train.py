@@ -215,7 +215,8 @@ def test_weights_and_optimizer_state_stay_float32(update, data_folder, tmp_path)
     ('update', dict(batch_size=1), 'try --activation_checkpointing=True'),
     ('update', dict(batch_size=1, activation_checkpointing=True), 'try --parallel=fsdp'),
     ('evaluate', dict(eval_batch_size=12, eval_iters=5), '--eval_batch_size=6 --eval_iters=10 '),
-    ('starting_model', {}, 'a smaller model'),
+    ('evaluate', dict(eval_only=True, eval_batch_size=1, activation_checkpointing=True), 'try --parallel=fsdp'),
+    ('starting_model', {}, 'choose a smaller model'),
 ])
 @pytest.mark.parametrize('error', [torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nmore'),
                                    RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=['cuda', 'cpu'])
@@ -224,7 +225,8 @@ def test_out_of_memory_ends_with_options_for_the_same_run(where, options, advice
         raise error
     monkeypatch.setattr(script, where, fail)
     outcome = train(data_folder, tmp_path / 'out', **options)
-    assert outcome.code == 1 and outcome.message.startswith('out of memory (') and '\n' not in outcome.message
+    assert outcome.code == (2 if where == 'starting_model' else 1)
+    assert outcome.message.startswith('out of memory (') and '\n' not in outcome.message
     assert advice in outcome.message
 
 
