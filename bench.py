@@ -206,7 +206,7 @@ def peak_bytes_here(name, gpt_cfg, cfg):
         one.step()
     if rt.device.type == 'cuda':
         return torch.cuda.max_memory_allocated(rt.device)
-    with contextlib.suppress(OSError), open('/proc/self/status') as file:  # Linux, whose getrusage counts the parent's in
+    with contextlib.suppress(OSError), open('/proc/self/status', encoding='utf-8') as file:  # Linux, whose getrusage counts the parent's in
         for line in file:
             if line.startswith('VmHWM:'):
                 return int(line.split()[1]) * 1024
@@ -313,13 +313,8 @@ def main(argv):
     rt = runtime.start(cfg.device, cfg.dtype)
     if rt.distributed:
         raise UserError('bench.py measures one process: run it with python, not with torchrun')
-    try:
+    with runtime.memory_for(f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'):
         measure(entries, cfg, rt)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise UserError(f'out of memory on {rt.device}: lower --batch_size, or compare fewer --schemes at a time (all stay '
-                            f'loaded)') from None
-        raise
 
 
 def measure(entries, cfg, rt):

@@ -32,6 +32,8 @@ class UserError(ValueError):
 
 def run(main):
     """Call main(arguments): every script's way in."""
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='backslashreplace')  # the C locale's and a Windows pipe's encodings lack most characters
     try:
         main(sys.argv[1:])
     except UserError as error:

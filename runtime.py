@@ -204,3 +204,16 @@ def stop():
 
 def warn(message):
     print(f'warning: {message}', file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def memory_for(remedy, failure=UserError):
+    """Turns running out of memory, the device's or main memory, into a `failure` that names the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed')  # torch, of main memory
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
+            raise
+        raise failure(f'out of memory ({reason:.200}); {remedy}') from None

@@ -62,7 +62,7 @@ def prompt(start):
     if not start.startswith('FILE:'):
         return start
     try:
-        return Path(start[5:]).read_text(encoding='utf-8')
+        return Path(start[5:]).read_text(encoding='utf-8-sig')  # Windows editors put a mark before the text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'start={start}: cannot be read as UTF-8 text ({error})') from None
 

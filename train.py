@@ -251,6 +251,16 @@ def evaluate(model, split, count, batch_size, rt):
     return total / weight
 
 
+def in_less(cfg, size, times):
+    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else makes room."""
+    n, count = getattr(cfg, size), getattr(cfg, times)
+    parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
+    ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1)
+    ways += ['--activation_checkpointing=True'] * (not cfg.activation_checkpointing)
+    ways += ['--parallel=fsdp on several GPUs'] * (cfg.parallel == 'ddp') + ['a smaller model']
+    return f'try {", or ".join(ways)}'
+
+
 def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
     """One update over this rank's next `micro_steps` batches -> (their mean loss, 0-dim; norm of the whole gradient).
 
@@ -309,8 +319,9 @@ def main(argv):
                         f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     torch.manual_seed(options.seed)
     from_shards = resumed and options.parallel == 'fsdp' and 'shards' in state
-    with torch.device('meta') if options.parallel == 'fsdp' and (rank or from_shards) else contextlib.nullcontext():
-        model = starting_model(given, options, state, meta, resumed)  # the other ranks get their shards from rank 0's
+    elsewhere = options.parallel == 'fsdp' and (rank or from_shards)  # its weights come from rank 0's or from the shards
+    with runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'), torch.device('meta') if elsewhere else contextlib.nullcontext():
+        model = starting_model(given, options, state, meta, resumed)
     cfg = options.resolve(model.cfg.normalized)
     train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
 
@@ -331,14 +342,16 @@ def main(argv):
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
-    model.to(rt.device)
+    with runtime.memory_for('try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs', SystemExit):
+        model.to(rt.device)
     compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
     rt.print(f'{rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled')
 
     def losses():
         count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
-        return {'train_loss': evaluate(model, train_split, count, size, rt),
-                'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt)}
+        with runtime.memory_for(in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
+            return {'train_loss': evaluate(model, train_split, count, size, rt),
+                    'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt)}
 
     if cfg.eval_only:
         rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses()))
@@ -356,7 +369,8 @@ def main(argv):
         optimizer.load_state_dict(state['optimizer'])
         if from_shards:
             sharded.load(cfg.out_dir, state, model, optimizer)
-        scaler.load_state_dict(state['scaler'])
+        if state['scaler']:  # not of a run that had none
+            scaler.load_state_dict(state['scaler'])
         before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
         rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
             f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))
@@ -411,11 +425,8 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        try:
+        with runtime.memory_for(in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit):
             loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
-        except torch.OutOfMemoryError as error:
-            raise SystemExit(f'out of memory ({str(error).splitlines()[0]}); the same run in less: --batch_size={max(1, cfg.batch_size // 2)} '
-                             f'--gradient_accumulation_steps={2 * accum_steps}, or --activation_checkpointing=True') from None
         skipped = 0 if math.isfinite(grad_norm) else skipped + 1
         step += 1
         seconds += time.perf_counter() - started

@@ -70,6 +70,8 @@ def read_text(path, encoding):
     except LookupError:
         raise UserError(f'--encoding={encoding}: unknown to Python; usual are utf-8, utf-16, latin-1, cp1252') from None
     with open(path, 'rb') as file:
+        if codecs.lookup(encoding).name != 'utf-8' or file.read(3) != codecs.BOM_UTF8:  # Windows editors' mark is no text
+            file.seek(0)
         block = b'-'
         while block:
             start = file.tell() - len(decoder.getstate()[0])  # a character may lie across two blocks

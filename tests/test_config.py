@@ -1,5 +1,6 @@
 """configurator.py and config/: pytest tests/test_config.py"""
 import glob
+import io
 import os
 import re
 import subprocess
@@ -237,6 +238,8 @@ def test_run(capsys, monkeypatch):
     def interrupt(argv):
         raise KeyboardInterrupt
 
+    waits = []
+    monkeypatch.setattr(configurator.time, 'sleep', waits.append)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     monkeypatch.delenv('RANK', raising=False)
     message = 'error: n_head does not divide n_embd\n'
@@ -248,9 +251,19 @@ def test_run(capsys, monkeypatch):
             run(main)
         assert exit.value.code == code
         assert capsys.readouterr().err == printed
+    assert waits == [2]  # rank 1 only: rank 0 has the same to say, and ends it before it does
     seen = []
     run(seen.extend)
     assert seen == ['--n_layer=6']
+
+
+def test_text_that_the_output_cannot_show_is_escaped(monkeypatch):
+    """A run's only words can be a sample that took minutes; the C locale and Windows' pipes know few characters."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    monkeypatch.setattr(sys, 'stdout', out)
+    run(lambda argv: print('na\u00efve \u4f60 \udcff'))
+    out.flush()
+    assert out.buffer.getvalue().decode('ascii').strip() == r'na\xefve \u4f60 \udcff'
 
 
 def test_help_is_read_from_the_source(tmp_path, monkeypatch, capsys):
@@ -372,3 +385,9 @@ def test_the_table_names_every_run():
         cells = [line.split('|')[1] for line in file if line.startswith('| `')]
     named = [name for cell in cells for pattern in re.findall('`(.*?)`', cell) for name in expand(pattern)]
     assert sorted(set(named)) == sorted(os.path.basename(path)[:-3] for path in RUNS)
+
+
+@pytest.mark.parametrize('path', RUNS)
+def test_every_run_chooses_its_own_batch(path):
+    """The default accumulation is for a large model: in a small run it would make each update forty times the work."""
+    assert {'batch_size', 'gradient_accumulation_steps'} <= load(path)[2].keys()

@@ -302,6 +302,28 @@ def test_other_encodings(tmp_path):
     assert meta['tokenizer']['chars'] == sorted(set(text)) and sum(meta['tokens'].values()) == len(text)
 
 
+def test_line_ends_are_kept_on_every_system(tmp_path):
+    """Python's text mode would make one of three; then the same file gives other tokens than its bytes say."""
+    text = 'one\r\ntwo\nthree\rfour ' * 50
+    (tmp_path / 'in.txt').write_bytes(text.encode())
+    meta = prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt')
+    chars = tokenizer.from_description(meta['tokenizer'])
+    assert chars.decode(ids_of(tmp_path / 'out', 'train') + ids_of(tmp_path / 'out', 'val')) == text
+    (tmp_path / 'in.jsonl').write_bytes(b'{"text": "a\\r\\nb"}\r\n\r\n{"text": "c"}\r\n')
+    prepare('tinystories', tmp_path / 'lines', tmp_path / 'in.jsonl')
+    assert documents(tmp_path / 'lines', 'train') + documents(tmp_path / 'lines', 'val') in (['a\r\nb', 'c'], ['c', 'a\r\nb'])
+
+
+@pytest.mark.parametrize('name, data', [('in.txt', b'abc' * 99), ('in.jsonl', b'{"text": "abc"}\n{"text": "abcabcabcabccba"}\n')])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, data):
+    """Windows editors put it in front; as a character it would be in the vocabulary, or make the first line no JSON."""
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf' + data)
+    assert prepare('shakespeare_char', tmp_path / 'out', tmp_path / name)['tokenizer']['chars'] == list('abc')
+    (tmp_path / 'bad.txt').write_bytes(b'\xef\xbb\xbfab\xff')
+    with pytest.raises(UserError, match='bad.txt: byte 5 is not utf-8'):
+        prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'bad.txt')
+
+
 def test_half_a_character_in_json(tmp_path):
     (tmp_path / 'in.jsonl').write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00b"}\n', encoding='utf-8')
     meta = prepare('pystdlib_char', tmp_path / 'out', tmp_path / 'in.jsonl')

@@ -71,6 +71,8 @@ def test_top_k_zero_is_no_limit(draw):
 def test_a_prompt_from_a_file(draw, tmp_path):
     (tmp_path / 'prompt.txt').write_text('fgh\nab', encoding='utf-8')
     assert draw(start=f'FILE:{tmp_path}/prompt.txt')[2][0].startswith('fgh\nab')
+    (tmp_path / 'windows.txt').write_bytes(b'\xef\xbb\xbffgh\r\nab')
+    assert draw(start=f'FILE:{tmp_path}/windows.txt')[2][0].startswith('fgh\nab')
 
 
 def test_best_is_taken_then_the_last(draw, run_folder, tmp_path):
@@ -132,3 +134,12 @@ def test_padding_is_never_sampled(draw, tmp_path, run_folder):
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
     code, _, samples = draw(out_dir=tmp_path, temperature=3.0, num_samples=8, max_new_tokens=20, top_k=0)
     assert code == 0 and all(len(text) == 23 for text in samples)
+
+
+def test_weights_that_are_not_finite_are_told(draw, tmp_path, run_folder):
+    """No token of them means anything; on some devices they would even be ids that cannot be decoded."""
+    state = checkpoint.read(run_folder / 'ckpt.pt')
+    state['model'] = {name: w * float('nan') for name, w in state['model'].items()}
+    torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
+    code, message, samples = draw(out_dir=tmp_path)
+    assert code == 2 and 'non-finite' in message and samples == []

@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.amp import GradScaler
 
 import checkpoint
 import train as script
@@ -158,6 +161,113 @@ def test_the_rate_in_the_records_is_the_schedules(data_folder, tmp_path):
     assert rates == pytest.approx([0.5, 1.0, 0.75, 0.25])
 
 
+def test_the_start_tells_what_will_run(data_folder, tmp_path, capsys):
+    """Whatever changes the meaning of the numbers: the size of an update, the data and its digest, the resolved options."""
+    train(data_folder, tmp_path, batch_size=3, gradient_accumulation_steps=5, max_iters=0, seed=12, optimizer='muon')
+    told, meta = capsys.readouterr().out, json.loads((data_folder / 'meta.json').read_text())
+    assert 'an update: 3 sequences x 5 micro-steps x 1 processes x 16 tokens = 240 tokens' in told
+    assert '4,000 train and 700 val tokens, 249 windows an epoch' in told
+    assert f'sha256 of val {meta["sha256"]["val"][:12]}' in told
+    assert ' seed=12 ' in told and ' muon_lr=0.004 ' in told and ' update=lt_nag ' in told
+    assert re.search(r'[\d,]+ parameters; memory on each device about \d+\.\d GiB', told)
+    assert 'cpu' in told.lower() and 'float32, not compiled' in told
+    assert re.search(r'c_attn.weight +\(48, 16\) +Muon', told) and re.search(r'wte.weight +\(13, 16\) +AdamW', told)
+
+
+def test_defaults_follow_the_scheme_wherever_it_was_chosen(update, data_folder, tmp_path):
+    """Not the scheme that a config file, or the default, names before the command line changes it: else a baseline
+    trains with another scheme's decay and warmup."""
+    before = 'gd' if SCHEMES[update][0].normalized else 'ngpt'
+    (tmp_path / 'config.py').write_text(f'update = {before!r}\n')
+    argv = arguments({**SMALL, 'dataset': data_folder, 'out_dir': tmp_path, 'max_iters': 0, 'lr_decay_iters': 50, 'learning_rate': None,
+                      'update': update})
+    assert call(script.main, [str(tmp_path / 'config.py'), *argv]) == (0, '')
+    config = records(tmp_path)[0]['config']
+    expected = ('adamw', 15e-4, 0.0, 0.0) if SCHEMES[update][0].normalized else ('muon', 6e-4, 0.1, 6e-5)
+    assert tuple(config[key] for key in ('optimizer', 'learning_rate', 'weight_decay')) == expected[:3]
+    assert config['min_lr'] == pytest.approx(expected[3])
+
+
+def test_an_interval_of_zero_switches_off(data_folder, tmp_path):
+    outcome = train(data_folder, tmp_path, log_interval=0, eval_interval=0, save_interval=0, max_iters=3, keep_last=5)
+    assert outcome.code == 0 and [record['step'] for record in outcome.records if is_training(record)] == []
+    assert [record['step'] for record in outcome.records if is_evaluation(record)] == [3]
+    assert checkpoint.history(tmp_path) == [] and read(tmp_path / 'ckpt.pt')['step'] == 3
+
+
+def test_evaluations_tell_perplexity_and_tokens_too(data_folder, tmp_path):
+    last = train(data_folder, tmp_path, max_iters=2).records[-1]
+    assert last['val_perplexity'] == pytest.approx(math.exp(last['val_loss'])) and last['tokens'] == 2 * 4 * 2 * 16
+
+
+def test_weights_and_optimizer_state_stay_float32(update, data_folder, tmp_path):
+    """Whatever the matmuls' precision: else a scheme is compared with a baseline that rounding holds back."""
+    assert train(data_folder, tmp_path, update=update, dtype='bfloat16', max_iters=1).code == 0
+    state = read(tmp_path / 'ckpt.pt')
+    tensors = [*state['model'].values(), *(value for values in state['optimizer'].values() for value in values.values())]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+@pytest.mark.parametrize('where, options, advice', [
+    ('update', dict(batch_size=4, gradient_accumulation_steps=2), '--batch_size=2 --gradient_accumulation_steps=4 '),
+    ('update', dict(batch_size=9, gradient_accumulation_steps=2), '--batch_size=3 --gradient_accumulation_steps=6 '),
+    ('update', dict(batch_size=7, gradient_accumulation_steps=1), '--batch_size=1 --gradient_accumulation_steps=7 '),
+    ('update', dict(batch_size=1), 'try --activation_checkpointing=True'),
+    ('update', dict(batch_size=1, activation_checkpointing=True), 'try --parallel=fsdp'),
+    ('evaluate', dict(eval_batch_size=12, eval_iters=5), '--eval_batch_size=6 --eval_iters=10 '),
+    ('evaluate', dict(eval_only=True, eval_batch_size=1, activation_checkpointing=True), 'try --parallel=fsdp'),
+    ('starting_model', {}, 'choose a smaller model'),
+])
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB\nmore'),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=['cuda', 'cpu'])
+def test_out_of_memory_ends_with_options_for_the_same_run(where, options, advice, error, data_folder, tmp_path, monkeypatch):
+    def fail(*args):
+        raise error
+    monkeypatch.setattr(script, where, fail)
+    outcome = train(data_folder, tmp_path / 'out', **options)
+    assert outcome.code == (2 if where == 'starting_model' else 1)
+    assert outcome.message.startswith('out of memory (') and '\n' not in outcome.message
+    assert advice in outcome.message
+
+
+def test_other_errors_are_not_taken_for_memory(data_folder, tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError('an illegal memory access')
+    monkeypatch.setattr(script, 'update', fail)
+    with pytest.raises(RuntimeError, match='illegal'):
+        train(data_folder, tmp_path)
+
+
+@pytest.mark.parametrize('dataset', ['mine', '../mine', 'data/mine'])
+def test_a_dataset_is_a_name_under_data_or_the_path_given(dataset, tmp_path, monkeypatch):
+    """No look-up in parent folders: a folder of the same name further up is another set."""
+    write_data(tmp_path / 'data' / 'mine')
+    (tmp_path / 'deep' / 'deeper').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / 'deep' / 'deeper')
+    outcome = train(dataset, 'out')
+    assert outcome.code == 2 and dataset in outcome.message and not os.path.exists('out')
+    assert train('../../data/mine', 'out', max_iters=0).code == 0
+    assert read('out/ckpt.pt')['step'] == 0 and os.listdir() == ['out']  # and the run's folder is exactly the one given
+
+
+def test_a_run_needs_no_utf8_locale(tmp_path):
+    """Text and output beyond ASCII, in the C locale with UTF-8 mode off, as on some servers and in Windows' pipes."""
+    (tmp_path / 'in.txt').write_text('na\u00efve \u4f60\u597d\n' * 99, encoding='utf-8')
+    code = f"""if True:
+        import sys
+        from configurator import run
+        from data.shakespeare_char import prepare
+        import train, sample
+        for script, argv in ((prepare, ['--input=in.txt', '--out_dir=data']),
+                             (train, {arguments({**SMALL, 'max_iters': 1, 'dataset': './data'})}),
+                             (sample, ['--start=na', '--temperature=9', '--max_new_tokens=40', '--device=cpu'])):
+            run(lambda _: script.main(argv))"""
+    env = os.environ | {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, '-X', 'utf8=0', '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '\\u4f60' in done.stdout and read(tmp_path / 'out' / 'ckpt.pt')['step'] == 1
+
+
 # the same data for all
 
 @pytest.fixture
@@ -248,6 +358,88 @@ def test_resume_is_bitwise_with_other_options(options, data_folder, tmp_path):
     folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
     resumed = train(data_folder, folder, init_from='resume', **options)
     assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt') and metrics(resumed) == metrics(whole)
+
+
+def test_the_scaler_goes_on_where_it_was(data_folder, tmp_path, monkeypatch):
+    """float16's scaler, which needs CUDA, put to work on the CPU: its scale doubles every two updates here."""
+    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: GradScaler(device, init_scale=8.0, growth_interval=2))
+    options = dict(max_iters=7, save_interval=4)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    assert read(tmp_path / 'whole' / 'ckpt-00000004.pt')['scaler']['scale'] == 32.0
+    assert read(tmp_path / 'whole' / 'ckpt.pt')['scaler']['scale'] == 64.0
+    folder = goes_on(tmp_path / 'resumed', tmp_path / 'whole')
+    assert metrics(train(data_folder, folder, init_from='resume', **options)) == metrics(whole)
+    assert essence(folder / 'ckpt.pt') == essence(tmp_path / 'whole' / 'ckpt.pt')
+
+
+def test_a_run_goes_on_in_another_precision(data_folder, finished, tmp_path, monkeypatch, capsys):
+    """Into float16, whose scaler then starts afresh, and out of it."""
+    shutil.copytree(finished, tmp_path / 'out')
+    assert train(data_folder, tmp_path / 'out', init_from='resume', dtype='bfloat16', max_iters=7).code == 0
+    assert 'dtype: float32 -> bfloat16' in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # float16 itself needs CUDA
+        patch.setattr(torch.amp, 'GradScaler', lambda device, enabled: GradScaler(device, init_scale=8.0, growth_interval=2))
+        assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=9).code == 0
+    assert read(tmp_path / 'out' / 'ckpt.pt')['scaler']['scale'] == 16.0
+    assert train(data_folder, tmp_path / 'out', init_from='resume', max_iters=10).code == 0
+    assert read(tmp_path / 'out' / 'ckpt.pt')['scaler'] == {}
+
+
+REFUSED = {  # what a resume makes sure of: (entry, another value, the message)
+    'version': (2, 'version 2'), 'digest': ('0' * 64, 'digest'), 'tokenizer': ({'kind': 'gpt2'}, 'tokenizer'),
+    'data': ({'train': '0' * 64, 'val': '0' * 64}, 'not the data of the run')}
+GOES_ON = {  # what it goes on from: how to change it
+    'model': lambda weights: {name: w + 0.01 for name, w in weights.items()},
+    'gpt_config': lambda config: config | {'n_head': 4}, 'train_config': lambda config: config | {'learning_rate': 0.5},
+    'step': lambda step: step - 1, 'best_val_loss': lambda loss: 0.5,
+    'rng': lambda ranks: [[torch.Generator().manual_seed(9).get_state()] for _ in ranks],
+    'optimizer': lambda state: {name: {key: value + 1 for key, value in of.items()} for name, of in state.items()}}
+ELSEWHERE = {'scaler', 'skipped', 'wandb_id'}  # with tests of their own
+
+
+def changed(state, key, value):
+    state = state | {key: value}
+    return state if key == 'digest' else state | {'digest': checkpoint.digest(state)}
+
+
+@pytest.fixture(scope='module')
+def stopped(data_folder, tmp_path_factory):
+    """A run of 6 steps with dropout, at step 4."""
+    folder = tmp_path_factory.mktemp('stopped')
+    assert train(data_folder, folder / 'whole', max_iters=6, save_interval=4, dropout=0.2).code == 0
+    return goes_on(folder / 'at 4', folder / 'whole')
+
+
+def resumed(data_folder, folder, source, key=None, value=None):
+    """Goes on from a copy of `source`, one entry of its checkpoint changed, with no option but the folders given."""
+    folder.mkdir()
+    shutil.copy(source / 'metrics.jsonl', folder)
+    state = read(source / 'ckpt.pt')
+    torch.save(changed(state, key, value) if key else state, folder / 'ckpt.pt')
+    return call(script.main, ['--init_from=resume', f'--out_dir={folder}', f'--dataset={data_folder}'])
+
+
+def test_every_entry_of_a_checkpoint_is_used_on_resume(data_folder, stopped, tmp_path):
+    """Saved but never read back is false confidence: change any entry, and the run is refused or goes on otherwise."""
+    state = read(stopped / 'ckpt.pt')
+    assert state.keys() == REFUSED.keys() | GOES_ON.keys() | ELSEWHERE
+    for key, (value, message) in REFUSED.items():
+        code, told = resumed(data_folder, tmp_path / key, stopped, key, value)
+        assert code == 2 and message in told, (key, told)
+    ends = set()
+    for key, change in {None: None, **GOES_ON}.items():
+        assert resumed(data_folder, tmp_path / str(key), stopped, key, key and change(state[key])) == (0, ''), key
+        ends.add(str(essence(tmp_path / str(key) / 'ckpt.pt')))
+    assert len(ends) == len(GOES_ON) + 1  # no two alike
+
+
+def test_processes_that_read_different_checkpoints_are_refused(data_folder, finished, tmp_path, monkeypatch):
+    """Nodes with folders of their own, one of them stale: with the loss averaged, nobody would notice."""
+    shutil.copytree(finished, tmp_path / 'out')
+    monkeypatch.setattr(script.runtime.Runtime, 'gather', lambda self, value: [value, '0' * 64])
+    outcome = train(data_folder, tmp_path / 'out', init_from='resume', max_iters=7)
+    assert outcome.code == 2 and 'different checkpoints' in outcome.message
+    assert contents(tmp_path / 'out')['ckpt.pt'] == contents(finished)['ckpt.pt']
 
 
 def test_auto_starts_and_resumes(data_folder, tmp_path, capsys):
@@ -415,7 +607,9 @@ def test_a_world_size_without_a_rank_is_one_process(data_folder, tmp_path, monke
 
 # what is saved, and when
 
-def test_eval_only_writes_nothing(data_folder, finished, tmp_path, capsys):
+def test_eval_only_writes_nothing(data_folder, finished, tmp_path, capsys, monkeypatch):
+    """Whatever the step that it starts from; it has no optimizer with which it could go on training."""
+    monkeypatch.delattr(script, 'configure_optimizer')
     before = contents(finished)
     for init_from in ('resume', 'auto', str(finished / 'best.pt'), 'scratch'):
         assert train(data_folder, finished, init_from=init_from, eval_only=True).code == 0
@@ -628,6 +822,31 @@ def test_wandb_offline(data_folder, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     assert train(data_folder, tmp_path, wandb_log=True, max_iters=2).code == 0
     assert read(tmp_path / 'ckpt.pt')['wandb_id']
+
+
+def test_wandb_gets_the_records_and_goes_on_in_the_same_run(data_folder, tmp_path, monkeypatch):
+    """A stand-in of the three calls that are made; the package itself is optional."""
+    starts, logged = [], []
+
+    def init(**options):
+        starts.append(options)
+        return SimpleNamespace(id=options['id'] or 'new', log=lambda record, step: logged.append((step, record)))
+    wandb = ModuleType('wandb')
+    wandb.init, wandb.__spec__ = init, ModuleSpec('wandb', None)
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    train(data_folder, tmp_path / 'run', wandb_log=True, wandb_project='streams', max_iters=2)
+    outcome = train(data_folder, tmp_path / 'run', wandb_log=True, init_from='resume', max_iters=4)
+    assert [(start['project'], start['name'], start['id'], start['resume']) for start in starts] == [
+        ('streams', 'run', None, 'allow'), ('streams', 'run', 'new', 'allow')]
+    assert starts[0]['config']['config']['n_embd'] == 16
+    assert [record for _, record in logged] == [record for record in outcome.records if 'config' not in record]
+    assert all(step == record['step'] for step, record in logged)
+
+
+def test_without_wandb_it_says_what_to_install(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.importlib.util, 'find_spec', lambda name: None)
+    outcome = train(data_folder, tmp_path / 'out', wandb_log=True)
+    assert outcome.code == 2 and 'pip install wandb' in outcome.message and not (tmp_path / 'out').exists()
 
 
 def test_a_compiled_run_saves_plain_names(data_folder, tmp_path, monkeypatch):
