@@ -131,7 +131,7 @@ def test_one_process_writes(runs):
         steps = [record['step'] for record in records(runs[f'two {name}']) if 'loss' in record]
         assert steps == list(range(1, 21))
         assert sorted(path.name for path in runs[f'two {name}'].iterdir()) == [
-            'best.pt', 'ckpt-00000010.pt', 'ckpt.pt', 'metrics.jsonl', 'rank0.json', 'rank1.json']
+            'best.pt', 'ckpt-00000010.pt', 'ckpt.pt', 'lock', 'metrics.jsonl', 'rank0.json', 'rank1.json']
 
 
 def test_another_number_of_processes_reads_on_in_the_same_order(runs):
