@@ -146,7 +146,7 @@ def options(draw, data, folder):
     """A run that saves at every update or two, its best weights now and then."""
     return arguments({**SMALL, 'dataset': data, 'out_dir': folder, 'init_from': 'auto', 'update': draw.choice(['gd', 'lt_nag', 'euler_nag']),
                       'optimizer': 'muon', 'dropout': 0.1, 'gradient_accumulation_steps': 2, 'max_iters': UPDATES, 'eval_interval': 3,
-                      'save_interval': draw.choice([1, 2]), 'keep_last': draw.choice([0, 1, 2]), 'seed': draw.randrange(1000)})
+                      'save_interval': draw.choice([1, 2, 6]), 'keep_last': draw.choice([0, 1, 2]), 'seed': draw.randrange(1000)})
 
 
 def strike(process, folder, draw):

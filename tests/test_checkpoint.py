@@ -8,8 +8,13 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import stat
 import subprocess
+import sys
+import tempfile
+import time
+import types
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +23,10 @@ import pytest
 import torch
 
 import checkpoint
+import train as script
 from checkpoint import Saver, build_model, digest, read, read_latest
 from configurator import UserError
-from conftest import fresh, nontrivial, tokens, train
+from conftest import ROOT, SMALL, arguments, fresh, nontrivial, tokens, train, write_data
 from model import GPT, GPTConfig
 
 TOKENIZER = {'kind': 'char', 'chars': list('abcdefghijklm')}
@@ -656,3 +662,238 @@ def test_resuming_from_best_alone_is_a_users_mistake(tmp_path, data_folder, fini
     (tmp_path / 'ckpt.pt').write_bytes((finished / 'best.pt').read_bytes())
     outcome = train(data_folder, tmp_path, init_from='resume')
     assert outcome.code == 2 and re.search(r'ckpt\.pt', outcome.message)
+
+
+# one run a folder
+
+def child(work):
+    """The pid of a forked process that has done `work` and lives on until it is killed."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            keep = work()  # noqa: F841
+            os.write(there, b'.')
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(there)
+    done = os.read(here, 1)
+    os.close(here)
+    assert done, 'the child failed'
+    return pid
+
+
+def end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize('options', [dict(init_from='resume'), dict(init_from='auto'), dict(overwrite=True)], ids=str)
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(options, data_folder, finished, tmp_path):
+    """SIGKILL leaves no lock behind that somebody would have to remove."""
+    shutil.copytree(finished, tmp_path / 'out')
+    other = child(lambda: checkpoint.claim(tmp_path / 'out'))
+    try:
+        before = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+        outcome = train(data_folder, tmp_path / 'out', max_iters=7, **options)
+        assert outcome.code == 2 and f'process {other} on ' in outcome.message and 'out_dir=' in outcome.message
+        assert train(data_folder, tmp_path / 'out', init_from='resume', eval_only=True).code == 0  # it only reads
+        assert before == {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+    finally:
+        end(other)
+    assert train(data_folder, tmp_path / 'out', max_iters=7, **options).code == 0
+    assert int((tmp_path / 'out' / 'lock').read_text().split()[0]) == os.getpid()
+
+
+def test_a_lock_is_not_inherited(tmp_path):
+    """A process that the killed run has left behind, as wandb's may be, does not hold the folder."""
+    here, there = os.pipe()
+
+    def with_a_child():
+        lock, grandchild = checkpoint.claim(tmp_path), child(lambda: None)
+        os.write(there, b'%d\n' % grandchild)
+        return lock
+    end(child(with_a_child))
+    grandchild = int(os.read(here, 20))
+    try:
+        checkpoint.claim(tmp_path).close()
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        os.close(here)
+        os.close(there)
+
+
+@pytest.mark.parametrize('missing', [True, False], ids=['no fcntl', 'no lock daemon'])
+def test_without_locks_a_run_warns_and_trains(missing, data_folder, tmp_path, monkeypatch, capsys):
+    def lockf(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(checkpoint, 'fcntl', None if missing else types.SimpleNamespace(lockf=lockf, LOCK_EX=2, LOCK_NB=4))
+    assert train(data_folder, tmp_path).code == 0
+    assert capsys.readouterr().err.count('no locks on this file system') == 1
+
+
+def test_what_a_killed_process_left_half_written_is_removed(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    for name in ('ckpt.tmp', 'best.tmp', 'metrics.tmp', 'mine.tmp'):
+        (tmp_path / 'out' / name).write_bytes(b'PK half a')
+    assert train(data_folder, tmp_path / 'out', init_from='auto', max_iters=7).code == 0
+    assert [name for name in names(tmp_path / 'out') if name.endswith('.tmp')] == ['mine.tmp']
+
+
+# folders that change under a run
+
+@pytest.fixture
+def powerless(data_folder):
+    """A folder (with `data` in it) of a user whom permissions hold back, which is who this test then is: root is not."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        write_data(folder / 'data')
+        train(folder / 'data', folder / 'warm-up', max_iters=1)  # imports all that this user might not read
+        folder.chmod(0o755)
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        if not os.access(folder, os.W_OK, effective_ids=True):
+            pytest.skip(f'{folder} is not reachable for an ordinary user')
+        yield folder
+    finally:
+        os.seteuid(os.getuid())
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """Calls a function before the update number `step` (from 0); returns the list of all updates made."""
+    multiplier, made, plans = script.lr_multiplier, [], {}
+
+    def watched(step, cfg):
+        made.append(step)
+        if step in plans:
+            plans[step]()
+        return multiplier(step, cfg)
+    monkeypatch.setattr(script, 'lr_multiplier', watched)
+    return plans, made
+
+
+@pytest.mark.parametrize('init_from', ['scratch', 'auto'])
+def test_a_read_only_folder_at_the_start_is_a_users_mistake(powerless, init_from):
+    out = powerless / 'out'
+    if init_from == 'auto':
+        assert train(powerless / 'data', out, max_iters=2).code == 0
+    else:
+        out.mkdir()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    out.chmod(0o555)
+    for path in out.iterdir():
+        path.chmod(0o444)
+    outcome = train(powerless / 'data', out, init_from=init_from, max_iters=4)
+    out.chmod(0o755)
+    assert outcome.code == 2 and f'out_dir={out}: cannot be written (Permission denied)' in outcome.message
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_folder_that_is_read_only_for_a_while_costs_nothing(powerless, at_step, capsys):
+    out, (plans, made) = powerless / 'out', at_step
+    plans.update({2: lambda: out.chmod(0o555), 5: lambda: out.chmod(0o755)})
+    outcome = train(powerless / 'data', out, max_iters=8, save_interval=1)
+    assert outcome.code == 0 and made == list(range(8))
+    told = capsys.readouterr().err
+    assert 1 <= told.count('NOT saved') <= 4 and 'Permission denied' in told
+    assert read(out / 'ckpt.pt')['step'] == 8 and [record['step'] for record in outcome.records if 'loss' in record] == list(range(1, 9))
+
+
+def test_a_folder_that_vanishes_is_made_again(data_folder, tmp_path, at_step, capsys):
+    out, (plans, made) = tmp_path / 'out', at_step
+    plans[3] = lambda: out.rename(tmp_path / 'moved')
+    outcome = train(data_folder, out, max_iters=8, save_interval=1)
+    assert outcome.code == 0 and made == list(range(8)) and 'VANISHED' in capsys.readouterr().err
+    assert read(out / 'ckpt.pt')['step'] == 8 and 'config' in outcome.records[0]
+    assert [record['step'] for record in outcome.records if 'loss' in record][-4:] == [5, 6, 7, 8]
+    assert read(tmp_path / 'moved' / 'ckpt.pt')['step'] <= 3
+    assert train(data_folder, out, init_from='auto', max_iters=9).code == 0
+
+
+def test_a_path_that_vanishes_for_good_is_told_at_the_end_too(data_folder, tmp_path, at_step, capsys):
+    (tmp_path / 'disk').mkdir()
+    plans, made = at_step
+    plans[3] = lambda: (tmp_path / 'disk').rename(tmp_path / 'gone')
+    outcome = train(data_folder, tmp_path / 'disk' / 'out', max_iters=6, save_interval=1)
+    assert made == list(range(6)) and outcome.code == 1 and 'final checkpoint could not be written' in outcome.message
+    assert capsys.readouterr().err.count('NOT saved') >= 3 and not (tmp_path / 'disk').exists()
+
+
+# signals within a save
+
+SLOW = '''
+import sys, time, torch, train
+from configurator import run
+save = torch.save
+def slow(state, file):
+    save(state, file)
+    if state['step'] == 4:
+        print('SAVING', flush=True)
+        time.sleep(60)
+torch.save = slow
+run(train.main)
+'''
+
+
+def test_a_second_interrupt_within_a_save_does_not_wait_for_it(data_folder, tmp_path):
+    argv = arguments({**SMALL, 'dataset': data_folder, 'out_dir': tmp_path / 'out', 'max_iters': 10**6, 'save_interval': 2})
+    process = subprocess.Popen([sys.executable, '-c', SLOW, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {'OMP_NUM_THREADS': '1'})
+    try:
+        while process.stdout.readline() != 'SAVING\n':
+            assert process.poll() is None, process.stderr.read()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and 'Traceback' not in stderr, stderr
+    assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 2 and (tmp_path / 'out' / 'ckpt.tmp').exists()
+
+
+def test_a_second_sigterm_within_a_save_changes_nothing(data_folder, tmp_path, at_step, monkeypatch):
+    save, (plans, made) = torch.save, at_step
+    monkeypatch.setattr(torch, 'save', lambda content, file: (time.sleep(0.5), save(content, file)))
+    plans[2] = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]  # the save of step 2 is under way
+    assert train(data_folder, tmp_path, max_iters=9, save_interval=2).code == 75
+    assert made == [0, 1, 2] and read(tmp_path / 'ckpt.pt')['step'] == 3 and read(tmp_path / 'ckpt-00000002.pt')['step'] == 2
+
+
+# float16's scaler
+
+class Overflowing(torch.amp.GradScaler):
+    """float16's scaler (which works on a CPU, too, though float16 is for CUDA), its gradients out of range at some updates."""
+    made = ()
+
+    def scale(self, loss):
+        return super().scale(loss * (math.inf if self.made[-1] in (0, 4) else 1))
+
+
+def test_a_scaler_that_is_still_moving_resumes_bitwise(data_folder, tmp_path, at_step, monkeypatch):
+    Overflowing.made = at_step[1]
+    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: Overflowing(device, growth_interval=2))
+    options = dict(max_iters=9, save_interval=1, keep_last=9, gradient_accumulation_steps=1)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    assert whole.code == 0 and [record['skipped'] for record in whole.records if 'loss' in record] == [1, 0, 0, 0, 1, 0, 0, 0, 0]
+    scales = [read(tmp_path / 'whole' / f'ckpt-{step:08d}.pt')['scaler']['scale'] for step in range(1, 9)]
+    assert [math.log2(scale) for scale in scales] == [15, 15, 16, 16, 15, 15, 16, 16]
+    for step in (1, 2, 5):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        shutil.copy(tmp_path / 'whole' / f'ckpt-{step:08d}.pt', folder / 'ckpt.pt')
+        assert train(data_folder, folder, init_from='resume', **options).code == 0
+        for part in ('model', 'optimizer', 'scaler', 'skipped'):
+            assert digest(read(folder / 'ckpt.pt')[part]) == digest(read(tmp_path / 'whole' / 'ckpt.pt')[part]), (step, part)
+
+
+def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypatch):
+    """It halves its way down from 2^16 first; then max_skipped counts as for everyone."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: scaler(device, init_scale=math.inf))
+    outcome = train(data_folder, tmp_path, max_iters=60, max_skipped=3)
+    assert outcome.code == 1 and 'step 23:' in outcome.message and '23 updates in a row' in outcome.message
