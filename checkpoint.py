@@ -1,24 +1,33 @@
 """Checkpoints: written so that a kill or a full disk at any moment leaves a good one, read so that no file can do harm.
 
 A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the weights of the best
-validation loss). A file is a dict of tensors and plain types with a digest of its contents. With --save_sharded the tensors
-lie beside it in shards-STEP/, and the dict names them (sharded.py).
+validation loss) and `lock`, held by the run. A checkpoint is a dict of tensors and plain types with a digest of its contents.
+With --save_sharded the tensors lie beside it in shards-STEP/, and the dict names them (sharded.py).
 
     python checkpoint.py out/ckpt.pt whole.pt      one file of a sharded checkpoint
 """
+import errno
 import hashlib
+import math
 import os
+import platform
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import sharded
 from configurator import UserError, convert, run
 from model import GPT, GPTConfig
 from runtime import warn, world
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 VERSION = 1
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # what GPT.from_pretrained downloads
@@ -49,13 +58,42 @@ def is_stored(tensor):
     return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
-def snapshot(value):
-    """A copy in main memory that training can't change any more."""
+def is_finite(tensor):
+    """As tensor.isfinite().all(), but 30 times as fast: NaN and infinity show in the extremes."""
+    return not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax())
+
+
+def tensors(value):
+    """All tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def snapshot(value, into=None, copies=None):
+    """A copy in main memory that training can't change any more, made in the memory of the snapshot `into` where it fits.
+
+    Fresh memory costs more than the copy. From a GPU it is page-locked, which is several times as fast; the caller has to
+    synchronize. Tensors that share their memory, as tied weights do, still do so (`copies`: those made so far).
+    """
+    copies = {} if copies is None else copies
+    if isinstance(value, DTensor):
         return value.detach().to('cpu', copy=True)
+    if isinstance(value, torch.Tensor):
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies:
+            if not isinstance(into, torch.Tensor) or (into.shape, into.dtype) != (value.shape, value.dtype):
+                into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            copies[key] = into.copy_(value.detach(), non_blocking=value.is_cuda)
+        return copies[key]
     if isinstance(value, dict):
-        return {key: snapshot(item) for key, item in value.items()}
-    return [snapshot(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: snapshot(item, into.get(key) if isinstance(into, dict) else None, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        before = into if isinstance(into, list) and len(into) == len(value) else [None] * len(value)
+        return [snapshot(item, old, copies) for item, old in zip(value, before)]
+    return value
 
 
 class Saver:
@@ -64,42 +102,56 @@ class Saver:
     `group`: a gloo group of its own, if every rank writes its shard of the tensors; without, there is one Saver, on rank 0.
     """
 
-    def __init__(self, folder, keep_last=1, last_step=None, group=None):
+    def __init__(self, folder, keep_last=1, last_step=None, best_val_loss=math.inf, group=None):
         self.folder, self.keep_last, self.group = Path(folder), keep_last, group
-        self.last_step = last_step  # of the ckpt.pt in place
-        self.pool, self.pending = ThreadPoolExecutor(1), None
+        self.last_step, self.best_val_loss = last_step, best_val_loss  # of the ckpt.pt in place
+        self.best = None  # what best.pt shall hold and does not yet
+        self.pool, self.pending, self.memory = ThreadPoolExecutor(1), None, None
 
     def save(self, state, best=False):
         """Hands a full state over as ckpt.pt, and its weights as best.pt; waits for the write before it only.
 
-        What goes wrong is told, not raised: the run goes on and tries again at the next save.
+        What goes wrong is told, not raised: the run goes on and tries again at the next save. Then best.pt gets the weights
+        it should have had; until it has them, ckpt.pt keeps the best_val_loss of the best.pt in place, so that a run resumed
+        from there replaces it with whatever is better.
         """
         self.wait()
-        self.pending = self.pool.submit(self.write_all, snapshot(state), best)
-
-    def write_all(self, state, best):
-        if self.group is not None:
-            state, tensors = sharded.split(state)
-            folder = self.folder / f'shards-{state["step"]:08d}'
-            try:
-                state['shards'] = {'folder': folder.name, 'files': sharded.write(folder, tensors, digest, self.group)}
-            except OSError as error:
-                return self.failed(folder, error)
-            if world()[0] > 0:
-                return True
-        files = ({'best.pt': {key: state[key] for key in WEIGHTS if key in state}} if best else {}) | {'ckpt.pt': state}
-        return all([self.write(name, content) for name, content in files.items()])  # killed between: the best is found again
+        self.memory = state = snapshot(state, self.memory)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.pending = self.pool.submit(self.write_all, state, best)
 
     def wait(self):
         """Returns whether the last write succeeded (True if there was none)."""
         return self.pending is None or self.pending.result()
 
+    def write_all(self, state, best):
+        if self.group is not None:
+            state, shards = sharded.split(state)
+            folder = self.folder / f'shards-{state["step"]:08d}'
+            try:
+                state['shards'] = {'folder': folder.name, 'files': sharded.write(folder, shards, digest, self.group)}
+            except OSError as error:
+                return self.failed(folder, error)
+            if world()[0] > 0:
+                return True
+        if not all(is_finite(t) for t in tensors([state['model'], state['optimizer']])):
+            warn(f'{self.folder}: step {state["step"]} was NOT saved: it is not finite; the previous checkpoint is untouched')
+            return False
+        if best:
+            self.best = {key: state[key] for key in WEIGHTS if key in state}
+        if self.best:  # first: after a kill between the two, it is found again
+            self.best = None if self.write('best.pt', self.best) else snapshot(self.best)  # `memory` is overwritten at the next save
+        self.best_val_loss = self.best_val_loss if self.best else state['best_val_loss']
+        return self.write('ckpt.pt', {**state, 'best_val_loss': self.best_val_loss}) and not self.best
+
     def write(self, name, state):
         path = self.folder / name
         temporary = path.with_suffix('.tmp')
         try:
-            if not all(t.isfinite().all() for t in state['model'].values() if t is not None):
-                raise ValueError('the weights are not finite')
+            if not self.folder.exists():
+                warn(f'{self.folder} has VANISHED with what it held; making it again')
+                self.folder.mkdir()  # but nothing above it: a disk that is gone must not be written beside
             state['digest'] = digest(state)
             with open(temporary, 'wb') as file:
                 torch.save(state, file)
@@ -111,20 +163,17 @@ class Saver:
             os.replace(temporary, path)
             if name == 'ckpt.pt':
                 self.last_step = state['step']
-                for old in history(self.folder)[self.keep_last:]:
-                    old.unlink()
-                remove_idle_shards(self.folder)
             sync_folder(self.folder)
-            return True
-        except (OSError, RuntimeError, ValueError) as error:  # torch's writer turns disk errors into RuntimeError
-            try:
-                temporary.unlink(missing_ok=True)
-            except OSError:
-                pass
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # torch's writer turns disk errors into RuntimeError
+            delete([temporary])
             return self.failed(path, error)
+        delete(history(self.folder)[self.keep_last:])
+        remove_idle_shards(self.folder, self.best)
+        return True
 
     def failed(self, path, error):
-        warn(f'{path} was NOT saved: {str(error).splitlines()[0]}; the previous one is untouched; will try again at the next save')
+        warn(f'{path} was NOT saved: {(str(error) or type(error).__name__).splitlines()[0]}; the previous one is untouched; will '
+             f'try again at the next save')
         return False
 
     def retire(self, path):
@@ -139,10 +188,49 @@ class Saver:
                 os.replace(path, old)  # a file system without links
 
 
-def clear(folder):
-    """Makes the folder and deletes the files of a run in it; UserError if it cannot be written."""
+def delete(paths):
+    """Deletes files that nobody needs any more; what can't be deleted is told, as it takes room."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            warn(f'{path}: cannot be deleted ({error.strerror})')
+
+
+def claim(folder):
+    """Makes the folder if need be and locks it for this process -> the open lock file, to be kept open for as long.
+
+    The lock is the system's (POSIX, on the file `lock`): it ends with the process, however that ends, is not inherited by
+    others, and holds between machines where the file system passes it on. Deletes what a killed process left half written.
+    Raises UserError if another process holds the lock or the folder cannot be written.
+    """
+    folder = Path(folder)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / 'lock', 'a+', encoding='utf-8')
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.seek(0)
+            raise UserError(f'out_dir={folder}: process {lock.read().strip()} is training in it; wait for it or stop it, or choose '
+                            f'another --out_dir') from None
+        except OSError as error:
+            warn(f'{folder}: no locks on this file system ({error.strerror}); see to it yourself that no second run writes into it')
+        lock.truncate(0)
+        lock.write(f'{os.getpid()} on {platform.node()}\n')
+        lock.flush()
+        for name in ('ckpt.tmp', 'best.tmp', 'metrics.tmp'):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f'out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir') from None
+    return lock
+
+
+def clear(folder):
+    """Deletes the files of a run in the folder; UserError if that cannot be done."""
+    try:
         for path in run_files(folder):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as error:
@@ -170,23 +258,30 @@ def history(folder):
 
 
 def sync_folder(folder):
-    """Makes a rename last (where folders can be opened, which is not so on Windows)."""
+    """Makes a rename last, where folders can be opened (not on Windows) and synchronized (not on some network file systems)."""
     if hasattr(os, 'O_DIRECTORY'):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
         finally:
             os.close(descriptor)
 
 
-def remove_idle_shards(folder):
-    """Deletes the shards that no checkpoint of the folder names any more."""
-    if idle := sharded.folders(folder):
-        states = [load(path) for path in run_files(folder) if path.suffix == '.pt']
-        named = {state['shards']['folder'] for state in states if 'shards' in state}
-        for path in idle:
-            if path.name not in named:
-                shutil.rmtree(path)
+def remove_idle_shards(folder, pending=None):
+    """Deletes the shards that no readable checkpoint of the folder names, nor the dict `pending`."""
+    if not (idle := {path.name: path for path in sharded.folders(folder)}):
+        return
+    states = [pending or {}]
+    for path in run_files(folder):
+        try:
+            states += [load(path)] if path.suffix == '.pt' else []
+        except UserError:  # what it named is of no use
+            pass
+    for name in idle.keys() - {state['shards']['folder'] for state in states if 'shards' in state}:
+        shutil.rmtree(idle[name], ignore_errors=True)
 
 
 def read(path, whole=True):

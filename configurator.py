@@ -48,7 +48,7 @@ def run(main):
     except BrokenPipeError:
         os._exit(1)  # the reader of the output has left, as `| head` does
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, as a shell reports it
+        os._exit(130)  # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being written
 
 
 def build(cls, overrides):

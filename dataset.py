@@ -64,7 +64,7 @@ def check_meta(meta, path):
     require(is_int(vocab_size) and vocab_size == entries, f"the tokenizer's {entries}", 'vocab_size')
     dtype = token_dtype(entries)
     require(meta.get('dtype') == dtype, f'{dtype!r} for {entries} entries', 'dtype')
-    for key in ('tokens', 'max_id', 'sha256'):
+    for key in ('tokens', 'max_id', 'sha256', *('bytes',) * ('bytes' in meta)):
         value = meta.get(key)
         require(isinstance(value, dict) and value.keys() == set(SPLITS), 'an object with train and val', key)
     for split in SPLITS:
@@ -73,6 +73,8 @@ def check_meta(meta, path):
         require(is_int(max_id) and 0 <= max_id < entries, f'an id below {entries}', 'max_id', split)
         is_digest = isinstance(digest, str) and re.fullmatch('[0-9a-f]{64}', digest)
         require(is_digest, '64 hexadecimal digits', 'sha256', split)
+        size = meta.get('bytes', meta['tokens'])[split]
+        require(is_int(size) and 0 <= size < 2**56, 'a count', 'bytes', split)
     require(isinstance(meta.get('source'), dict), 'an object', 'source')
 
 

@@ -59,6 +59,11 @@ class CharTokenizer:
                             'of this vocabulary; leave them out, or prepare and train on a text that has them')
         return ids.astype(np.uint32)
 
+    @functools.cached_property
+    def byte_lengths(self):
+        """(vocab_size,): the bytes of UTF-8 that each id stands for."""
+        return np.array([len(char.encode()) for char in self.chars])
+
     def decode(self, ids):
         return ''.join(self.chars[i] for i in checked(ids, self.vocab_size))
 
@@ -86,6 +91,11 @@ class GPT2Tokenizer:
             return gpt2_encoding().encode_to_numpy(joined, allowed_special={EOT}, disallowed_special=())
         ids = [np.append(self.encode_array(text), [self.eot] * last) for text, last in pieces]  # a text has EOT in it
         return np.concatenate(ids).astype(np.uint32)
+
+    @functools.cached_property
+    def byte_lengths(self):
+        """(vocab_size,): the bytes that each id stands for; `eot` stands for none."""
+        return np.array([*map(len, map(gpt2_encoding().decode_single_token_bytes, range(self.eot))), 0])
 
     def decode(self, ids):
         """str; bytes that are not UTF-8, such as a character cut in half, become U+FFFD."""

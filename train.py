@@ -33,7 +33,7 @@ from checkpoint import PRETRAINED
 from configurator import UserError, at_least, between, build, convert, parse, run
 from dataloader import Split, TrainLoader, eval_windows
 from dataset import find_data, read_meta
-from metrics import Metrics
+from metrics import Metrics, other_units
 from model import GPT, GPTConfig
 from optim import configure_optimizer, describe, lr_multiplier
 
@@ -376,16 +376,17 @@ def main(argv):
             f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))
     first_step, state = step, None  # the checkpoint's tensors are copied by now
     metrics = saver = None
-    if rt.is_main and not resumed:
-        checkpoint.clear(cfg.out_dir)
-    if rt.is_main or cfg.save_sharded:
-        group = dist.new_group(backend='gloo') if cfg.save_sharded else None  # of the savers' threads only
-        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, step if resumed else None, group)
     if rt.is_main:
+        lock = checkpoint.claim(cfg.out_dir)  # noqa: F841, held until this process ends
+        if not resumed:
+            checkpoint.clear(cfg.out_dir)
         facts = {'config': asdict(model.cfg) | asdict(cfg), 'params': model.num_params(), 'world_size': rt.world_size,
                  'device': rt.device_name(), 'dtype': str(rt.dtype)[6:], 'compiled': compiled, 'torch': torch.__version__,
                  'commit': runtime.code_version(), 'command': ' '.join(sys.argv)}
         metrics = Metrics(cfg, facts, step, wandb_id)
+    if rt.is_main or cfg.save_sharded:
+        group = dist.new_group(backend='gloo') if cfg.save_sharded else None  # of the savers' threads only
+        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, step if resumed else None, best_val_loss, group)
 
     def save(best):
         rng, gather = rt.gather(runtime.rng_state(rt.device)), not cfg.save_sharded
@@ -416,7 +417,7 @@ def main(argv):
                 improved, best_val_loss = record['val_loss'] < best_val_loss, min(best_val_loss, record['val_loss'])
                 rt.print(f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}')
                 if rt.is_main:
-                    metrics.write(record | {'best_val_loss': best_val_loss, 'val_perplexity': math.exp(min(record['val_loss'], 700))})
+                    metrics.write(record | {'best_val_loss': best_val_loss, **other_units(record['val_loss'], meta)})
             if finished or stopping or step and (every(cfg.save_interval, step) or evaluated and (improved or cfg.always_save_checkpoint)):
                 save(improved)
         if finished or stopping:

@@ -142,7 +142,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
 
     done = read_progress(out_dir, identity)
     paths = {split: out_dir / f'{split}.bin{PART}' for split in SPLITS}
-    bins = {split: Bin(paths[split], dtype, tokens.vocab_size, done['bytes'][split]) for split in SPLITS}
+    bins = {split: Bin(paths[split], dtype, tokens.byte_lengths, done['bytes'][split]) for split in SPLITS}
     bar = tqdm(unit=' tokens', unit_scale=True, initial=sum(b.tokens for b in bins.values()), mininterval=1)
     saved = time.monotonic()
     try:
@@ -173,6 +173,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
     meta = {'version': 1, 'tokenizer': tokens.description, 'vocab_size': tokens.vocab_size, 'dtype': dtype,
             'tokens': {split: bins[split].tokens for split in SPLITS},
             'max_id': {split: bins[split].max_id for split in SPLITS},
+            'bytes': {split: bins[split].bytes for split in SPLITS},
             'sha256': {split: bins[split].sha256.hexdigest() for split in SPLITS},
             'source': {**facts, 'documents': done['documents']}}
     (out_dir / 'meta.json').unlink(missing_ok=True)  # an older preparation ends here
@@ -186,9 +187,9 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
 class Bin:
     """A split on its way to disk, with what meta.json says of it; `keep` bytes of an interrupted run are continued."""
 
-    def __init__(self, path, dtype, vocab_size, keep=0):
-        self.dtype, self.vocab_size = np.dtype(dtype).newbyteorder('<'), vocab_size
-        self.tokens, self.max_id, self.sha256 = 0, -1, hashlib.sha256()
+    def __init__(self, path, dtype, byte_lengths, keep=0):
+        self.dtype, self.byte_lengths, self.vocab_size = np.dtype(dtype).newbyteorder('<'), byte_lengths, len(byte_lengths)
+        self.tokens, self.bytes, self.max_id, self.sha256 = 0, 0, -1, hashlib.sha256()
         self.file = open(path, 'r+b' if keep else 'wb')
         while self.file.tell() < keep:
             self.note(np.frombuffer(self.file.read(min(2**24, keep - self.file.tell())), self.dtype))
@@ -203,6 +204,7 @@ class Bin:
 
     def note(self, ids):
         self.tokens += len(ids)
+        self.bytes += int(self.byte_lengths[ids].sum())  # of text: what bits per byte are reckoned with
         self.max_id = max(self.max_id, int(ids.max(initial=0)))
         self.sha256.update(ids)
 

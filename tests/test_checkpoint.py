@@ -1,19 +1,32 @@
 """Checkpoints: whatever moment a run dies at, a good one is left; whatever a file holds, it can do no harm."""
 
 import builtins
+import errno
+import functools
+import math
 import os
 import pickle
 import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import types
 import zipfile
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
 import checkpoint
+import train as script
 from checkpoint import Saver, build_model, digest, read, read_latest
 from configurator import UserError
-from conftest import fresh, nontrivial, tokens, train
+from conftest import ROOT, SMALL, arguments, fresh, nontrivial, tokens, train, write_data
 from model import GPT, GPTConfig
 
 TOKENIZER = {'kind': 'char', 'chars': list('abcdefghijklm')}
@@ -125,20 +138,16 @@ class Killed(BaseException):
 CALLS = ['torch.save', 'open', 'os.fsync', 'os.link', 'os.replace', 'os.unlink']
 
 
-def break_call(monkeypatch, call, error, before=True, times=99, half=False):
-    """Makes a call that checkpoint.py uses raise `error`, before or after its work, the first `times` times."""
+def break_call(monkeypatch, call, error, before=True):
+    """Makes a call that checkpoint.py uses raise `error`, before or after its work."""
     owners = {'torch.save': (torch, 'save'), 'open': (checkpoint, 'open'), 'os.unlink': (checkpoint.Path, 'unlink')}
     owner, name = owners.get(call, (os, call[3:]))
     original = getattr(owner, name, builtins.open)
-    left = [times]
 
     def broken(*args, **kwargs):
-        left[0] -= 1
-        if left[0] < 0 or (call == 'open' and 'w' not in args[1]):
+        if call == 'open' and 'w' not in args[1]:
             return original(*args, **kwargs)
-        if half:
-            args[1].write(b'PK' * 500)
-        elif not before:
+        if not before:
             original(*args, **kwargs)
         raise error
     monkeypatch.setattr(owner, name, broken, raising=False)
@@ -175,35 +184,205 @@ def test_a_kill_after_a_fall_back_leaves_a_good_one(tmp_path, monkeypatch, call,
     assert read_latest(tmp_path)['step'] in (1, 3)
 
 
-@pytest.mark.parametrize('times', [1, 99], ids=['once', 'lasting'])
-@pytest.mark.parametrize('call', CALLS + ['half a file'])
-def test_a_failing_write_is_told_and_tried_again(tmp_path, monkeypatch, capsys, call, times):
-    saver = save(tmp_path, 1, 2, keep_last=1)
+class Faults:
+    """Counts the calls to the operating system that a save makes and lets one of them fail.
+
+    fault: an errno, raised once or (`lasting`) from there on; 'short': half of a write is lost in silence; 'vanished': the
+    folder is moved away before the call.
+    """
+
+    def __init__(self, patch):
+        self.folder, self.calls, self.at, self.fault, self.lasting = None, [], None, None, False
+        for owner, name in ((os, 'open'), (os, 'link'), (os, 'replace'), (Path, 'unlink'), (torch, 'load')):
+            patch.setattr(owner, name, self.watched(name, getattr(owner, name)))
+        patch.setattr(os, 'fsync', self.watched('fsync', lambda descriptor: None))  # thousands of saves are waited for here
+        patch.setattr(checkpoint, 'open', lambda *args: FaultyFile(self.call('create', open, *args), self), raising=False)
+
+    def watched(self, name, function):
+        return lambda *args, **kwargs: self.call(name, function, *args, **kwargs)
+
+    def arm(self, folder, at, fault, lasting=False):
+        self.folder, self.calls, self.at, self.fault, self.lasting = folder, [], at, fault, lasting
+
+    def call(self, name, function, *args, **kwargs):
+        now = len(self.calls)
+        self.calls.append(name)
+        if self.at is not None and (now == self.at or self.lasting and now > self.at):
+            if type(self.fault) is int:
+                raise OSError(self.fault, os.strerror(self.fault))
+            if self.fault == 'vanished':
+                os.rename(self.folder, self.folder.with_name(f'{self.folder.name} moved'))
+            elif name == 'write':
+                function(bytes(args[0])[:len(args[0]) // 2])
+                return len(args[0])
+        return function(*args, **kwargs)
+
+
+class FaultyFile:
+    def __init__(self, file, faults):
+        self.file, self.faults = file, faults
+
+    def __getattr__(self, name):
+        method = getattr(self.file, name)
+        return functools.partial(self.faults.call, name, method) if name in ('write', 'flush') else method
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+        if error[0] is None:
+            self.faults.call('close', lambda: None)
+
+
+def small_state(step, best_val_loss):
+    return {'version': 1, 'model': {'w': torch.full((3,), float(step))}, 'gpt_config': {}, 'step': step, 'best_val_loss': best_val_loss,
+            'tokenizer': TOKENIZER, 'optimizer': {}}
+
+
+@pytest.mark.parametrize('fault, lasting', [
+    (errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EIO, False), (errno.EACCES, False),
+    ('short', False), ('vanished', False)], ids=lambda value: errno.errorcode.get(value) if type(value) is int else str(value))
+def test_whatever_call_of_a_save_fails_nothing_is_lost(tmp_path, monkeypatch, capsys, fault, lasting):
+    """The one before is whole, a warning tells, and the next save makes up for it: best.pt too, and no file is left over."""
+    saver, old, new, next_one = Saver(tmp_path / 'start'), small_state(2, 2.5), small_state(3, 2.0), small_state(4, 2.0)
+    (tmp_path / 'start').mkdir()
+    for content, best in ((small_state(1, 2.5), True), (old, False)):
+        saver.save(content, best)
+        assert saver.wait()
+    faults, at, called = Faults(monkeypatch), 0, set()
+    capsys.readouterr()
+    while True:
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / 'start', folder)
+        saver = Saver(folder, keep_last=1, last_step=2, best_val_loss=2.5)
+        faults.arm(folder, at, fault, lasting)
+        saver.save(new, best=True)
+        succeeded, calls = saver.wait(), faults.calls
+        where = f'call {at} of {len(calls)}: {calls[at:at + 1]}'
+        if at >= len(calls):
+            assert succeeded
+            break
+        faults.arm(folder, None, None)
+        told, kept = capsys.readouterr().err, folder.with_name(f'{at} moved') if fault == 'vanished' else folder
+        if fault == 'vanished':
+            assert re.search('NOT saved|VANISHED', told) or calls[at:] == ['fsync'], where
+        elif fault != 'short' and calls[at] != 'link':  # without links the file is moved
+            assert re.search('NOT saved' if calls[at] != 'unlink' else 'cannot be deleted', told), where
+        latest, best = read_latest(kept), read(kept / 'best.pt')
+        assert digest(latest['model']) == digest((old if latest['step'] == 2 else new)['model']), where
+        assert fault == 'vanished' or not succeeded or latest['step'] == best['step'] == 3, where
+        assert best['best_val_loss'] <= latest['best_val_loss'], f'{where}: ckpt.pt promises a best.pt that is not there'
+        saver.save(next_one)
+        assert saver.wait(), where
+        latest = read_latest(folder)
+        assert digest(latest['model']) == digest(next_one['model']) and latest['best_val_loss'] == 2.0, where
+        if fault != 'vanished' or best['step'] != 3:  # it vanished when it was in place
+            best = read(folder / 'best.pt')
+            assert best['step'] == 3 and digest(best['model']) == digest(new['model']), where
+        older = checkpoint.history(folder)
+        assert len(older) <= 1 and all(read(path)['step'] == int(path.stem[5:]) for path in older), where
+        assert set(names(folder)) - {path.name for path in older} <= {'best.pt', 'ckpt.pt'}, where
+        at += 1
+        called.update(calls)
+    assert at > 50 and called >= {'create', 'write', 'flush', 'fsync', 'close', 'load', 'link', 'replace', 'unlink'}
+
+
+def test_a_best_that_failed_is_not_overtaken_by_the_next_snapshot(tmp_path, monkeypatch, capsys):
+    """Snapshots share their memory; the weights that wait for another try must not be in it."""
+    saver, save_truly = Saver(tmp_path), torch.save
     with monkeypatch.context() as patch:
-        break_call(patch, call.replace('half a file', 'torch.save'), OSError(28, 'No space left on device'),
-                   times=times,
-                   half=call == 'half a file')
-        saver.save(state(3), best=True)
-        succeeded = saver.wait()
-    latest = read_latest(tmp_path)
-    if call == 'os.link':  # a file system without links: the file is moved instead
-        assert succeeded and latest['step'] == 3
-    else:
-        warnings = [line for line in capsys.readouterr().err.splitlines() if 'NOT saved' in line]
-        assert not succeeded and warnings and all('No space left' in line for line in warnings)
-        assert latest['step'] in (2, 3)
-    saver.save(state(4), best=True)
-    assert saver.wait()
-    assert read_latest(tmp_path)['step'] == read(tmp_path / 'best.pt')['step'] == 4
-    assert not any(name.endswith('.tmp') for name in names(tmp_path))
-    for path in tmp_path.glob('ckpt-*.pt'):
-        assert read(path)['step'] == int(path.stem[5:]), 'a kept file is named after its step'
+        def failing(content, file):
+            if 'optimizer' not in content:
+                raise OSError(errno.ENOSPC, 'No space left on device')
+            save_truly(content, file)
+        patch.setattr(torch, 'save', failing)
+        for step in (1, 2, 3):
+            saver.save(small_state(step, 2.0), best=step == 1)
+            assert not saver.wait() and read(tmp_path / 'ckpt.pt')['best_val_loss'] == math.inf
+    saver.save(small_state(4, 2.0))
+    assert saver.wait() and read(tmp_path / 'ckpt.pt')['best_val_loss'] == 2.0
+    assert (read(tmp_path / 'best.pt')['model']['w'] == 1).all()
 
 
-def test_a_folder_that_went_away(tmp_path, capsys):
-    saver = Saver(tmp_path / 'gone')
-    saver.save(state(1))
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 200 kB."""
+    (tmp_path / 'disk').mkdir()
+    if shutil.which('mount') is None or subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=200k', 'none', tmp_path / 'disk'],
+                                                       capture_output=True).returncode:
+        pytest.skip('mounting a small file system is not allowed here')
+    yield tmp_path / 'disk'
+    subprocess.run(['umount', '-l', tmp_path / 'disk'], check=True)
+
+
+def test_a_full_disk(full_disk, capsys):
+    saver = save(full_disk, 1)
+    (full_disk / 'ballast').write_bytes(bytes(200_000 - 4 * (full_disk / 'ckpt.pt').stat().st_size // 3))
+    saver.save(state(2))
     assert not saver.wait() and 'NOT saved' in capsys.readouterr().err
+    assert digest(read(full_disk / 'ckpt.pt')) == digest(state(1)) and not list(full_disk.glob('*.tmp'))
+    (full_disk / 'ballast').unlink()
+    saver.save(state(3))
+    assert saver.wait() and read_latest(full_disk)['step'] == 3
+
+
+def test_a_device_without_room(tmp_path, capsys):
+    """Linux' /dev/full: the kernel's own ENOSPC, without being root."""
+    if not os.path.exists('/dev/full'):
+        pytest.skip('this system has no /dev/full')
+    saver = save(tmp_path, 1)
+    (tmp_path / 'ckpt.tmp').symlink_to('/dev/full')
+    saver.save(state(2))
+    assert not saver.wait() and 'No space left' in capsys.readouterr().err and read_latest(tmp_path)['step'] == 1
+    saver.save(state(3))
+    assert saver.wait() and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt'] and read_latest(tmp_path)['step'] == 3
+
+
+def test_a_limit_on_the_size_of_files(tmp_path, capsys):
+    resource = pytest.importorskip('resource')
+    saver, limits = save(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        saver.save(state(2))
+        succeeded = saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not succeeded and 'NOT saved' in capsys.readouterr().err and read_latest(tmp_path)['step'] == 1
+    saver.save(state(3))
+    assert saver.wait() and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt'] and read_latest(tmp_path)['step'] == 3
+
+
+def test_a_path_that_went_away_is_not_made_again(tmp_path, capsys):
+    """A run's own folder is, but a whole path that is gone may be a disk that is gone; beside its mount point nothing is written."""
+    saver = Saver(tmp_path / 'mount' / 'run')
+    saver.save(state(1))
+    assert not saver.wait() and re.search('VANISHED.*\n.*NOT saved', capsys.readouterr().err) and names(tmp_path) == []
+
+
+@pytest.mark.parametrize('number, succeeds', [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)],
+                         ids=errno.errorcode.get)
+def test_a_file_system_that_cannot_synchronize_folders(tmp_path, monkeypatch, number, succeeds):
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, 'fsync', fsync)
+    saver = Saver(tmp_path)
+    saver.save(state(1))
+    assert saver.wait() == succeeds
+
+
+def test_a_snapshot_is_made_in_the_memory_of_the_one_before(tmp_path):
+    tied = torch.ones(2, 3)
+    value = {'a': tied, 'b': [tied, torch.zeros(2)], 'c': (1, {'d': torch.ones(())}), 'e': tied.t()}
+    first = checkpoint.snapshot(value)
+    before = [t.data_ptr() for t in checkpoint.tensors(first)]
+    assert before[0] == before[1] and len(set(before)) == 4  # what is tied stays tied: stored once
+    tied.fill_(7)
+    value['b'][1] = torch.zeros(5)  # another shape
+    second = checkpoint.snapshot(value, first)
+    assert digest(second) == digest(value)
+    assert [a == t.data_ptr() for a, t in zip(before, checkpoint.tensors(second))] == [True, True, False, True, True]
 
 
 def test_a_disk_that_lies_is_found_out(tmp_path, monkeypatch, capsys):
@@ -226,10 +405,11 @@ def test_a_disk_that_lies_is_found_out(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_weights_that_are_not_finite_never_replace_a_file(tmp_path, capsys, value):
     saver = save(tmp_path, 1)
-    bad = state(2)
-    bad['model']['transformer.ln_f.weight'][1] = value
-    saver.save(bad, best=True)
-    assert not saver.wait()
+    for part in ('model', 'optimizer'):
+        bad = state(2)
+        (bad['model']['transformer.ln_f.weight'] if part == 'model' else bad['optimizer']['a']['exp_avg'])[1] = value
+        saver.save(bad, best=True)
+        assert not saver.wait()
     assert names(tmp_path) == ['ckpt.pt'] and read_latest(tmp_path)['step'] == 1
     assert 'not finite' in capsys.readouterr().err
 
@@ -482,3 +662,238 @@ def test_resuming_from_best_alone_is_a_users_mistake(tmp_path, data_folder, fini
     (tmp_path / 'ckpt.pt').write_bytes((finished / 'best.pt').read_bytes())
     outcome = train(data_folder, tmp_path, init_from='resume')
     assert outcome.code == 2 and re.search(r'ckpt\.pt', outcome.message)
+
+
+# one run a folder
+
+def child(work):
+    """The pid of a forked process that has done `work` and lives on until it is killed."""
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            keep = work()  # noqa: F841
+            os.write(there, b'.')
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(there)
+    done = os.read(here, 1)
+    os.close(here)
+    assert done, 'the child failed'
+    return pid
+
+
+def end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize('options', [dict(init_from='resume'), dict(init_from='auto'), dict(overwrite=True)], ids=str)
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(options, data_folder, finished, tmp_path):
+    """SIGKILL leaves no lock behind that somebody would have to remove."""
+    shutil.copytree(finished, tmp_path / 'out')
+    other = child(lambda: checkpoint.claim(tmp_path / 'out'))
+    try:
+        before = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+        outcome = train(data_folder, tmp_path / 'out', max_iters=7, **options)
+        assert outcome.code == 2 and f'process {other} on ' in outcome.message and 'out_dir=' in outcome.message
+        assert train(data_folder, tmp_path / 'out', init_from='resume', eval_only=True).code == 0  # it only reads
+        assert before == {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
+    finally:
+        end(other)
+    assert train(data_folder, tmp_path / 'out', max_iters=7, **options).code == 0
+    assert int((tmp_path / 'out' / 'lock').read_text().split()[0]) == os.getpid()
+
+
+def test_a_lock_is_not_inherited(tmp_path):
+    """A process that the killed run has left behind, as wandb's may be, does not hold the folder."""
+    here, there = os.pipe()
+
+    def with_a_child():
+        lock, grandchild = checkpoint.claim(tmp_path), child(lambda: None)
+        os.write(there, b'%d\n' % grandchild)
+        return lock
+    end(child(with_a_child))
+    grandchild = int(os.read(here, 20))
+    try:
+        checkpoint.claim(tmp_path).close()
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        os.close(here)
+        os.close(there)
+
+
+@pytest.mark.parametrize('missing', [True, False], ids=['no fcntl', 'no lock daemon'])
+def test_without_locks_a_run_warns_and_trains(missing, data_folder, tmp_path, monkeypatch, capsys):
+    def lockf(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(checkpoint, 'fcntl', None if missing else types.SimpleNamespace(lockf=lockf, LOCK_EX=2, LOCK_NB=4))
+    assert train(data_folder, tmp_path).code == 0
+    assert capsys.readouterr().err.count('no locks on this file system') == 1
+
+
+def test_what_a_killed_process_left_half_written_is_removed(data_folder, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / 'out')
+    for name in ('ckpt.tmp', 'best.tmp', 'metrics.tmp', 'mine.tmp'):
+        (tmp_path / 'out' / name).write_bytes(b'PK half a')
+    assert train(data_folder, tmp_path / 'out', init_from='auto', max_iters=7).code == 0
+    assert [name for name in names(tmp_path / 'out') if name.endswith('.tmp')] == ['mine.tmp']
+
+
+# folders that change under a run
+
+@pytest.fixture
+def powerless(data_folder):
+    """A folder (with `data` in it) of a user whom permissions hold back, which is who this test then is: root is not."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        write_data(folder / 'data')
+        train(folder / 'data', folder / 'warm-up', max_iters=1)  # imports all that this user might not read
+        folder.chmod(0o755)
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        if not os.access(folder, os.W_OK, effective_ids=True):
+            pytest.skip(f'{folder} is not reachable for an ordinary user')
+        yield folder
+    finally:
+        os.seteuid(os.getuid())
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """Calls a function before the update number `step` (from 0); returns the list of all updates made."""
+    multiplier, made, plans = script.lr_multiplier, [], {}
+
+    def watched(step, cfg):
+        made.append(step)
+        if step in plans:
+            plans[step]()
+        return multiplier(step, cfg)
+    monkeypatch.setattr(script, 'lr_multiplier', watched)
+    return plans, made
+
+
+@pytest.mark.parametrize('init_from', ['scratch', 'auto'])
+def test_a_read_only_folder_at_the_start_is_a_users_mistake(powerless, init_from):
+    out = powerless / 'out'
+    if init_from == 'auto':
+        assert train(powerless / 'data', out, max_iters=2).code == 0
+    else:
+        out.mkdir()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    out.chmod(0o555)
+    for path in out.iterdir():
+        path.chmod(0o444)
+    outcome = train(powerless / 'data', out, init_from=init_from, max_iters=4)
+    out.chmod(0o755)
+    assert outcome.code == 2 and f'out_dir={out}: cannot be written (Permission denied)' in outcome.message
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_folder_that_is_read_only_for_a_while_costs_nothing(powerless, at_step, capsys):
+    out, (plans, made) = powerless / 'out', at_step
+    plans.update({2: lambda: out.chmod(0o555), 5: lambda: out.chmod(0o755)})
+    outcome = train(powerless / 'data', out, max_iters=8, save_interval=1)
+    assert outcome.code == 0 and made == list(range(8))
+    told = capsys.readouterr().err
+    assert 1 <= told.count('NOT saved') <= 4 and 'Permission denied' in told
+    assert read(out / 'ckpt.pt')['step'] == 8 and [record['step'] for record in outcome.records if 'loss' in record] == list(range(1, 9))
+
+
+def test_a_folder_that_vanishes_is_made_again(data_folder, tmp_path, at_step, capsys):
+    out, (plans, made) = tmp_path / 'out', at_step
+    plans[3] = lambda: out.rename(tmp_path / 'moved')
+    outcome = train(data_folder, out, max_iters=8, save_interval=1)
+    assert outcome.code == 0 and made == list(range(8)) and 'VANISHED' in capsys.readouterr().err
+    assert read(out / 'ckpt.pt')['step'] == 8 and 'config' in outcome.records[0]
+    assert [record['step'] for record in outcome.records if 'loss' in record][-4:] == [5, 6, 7, 8]
+    assert read(tmp_path / 'moved' / 'ckpt.pt')['step'] <= 3
+    assert train(data_folder, out, init_from='auto', max_iters=9).code == 0
+
+
+def test_a_path_that_vanishes_for_good_is_told_at_the_end_too(data_folder, tmp_path, at_step, capsys):
+    (tmp_path / 'disk').mkdir()
+    plans, made = at_step
+    plans[3] = lambda: (tmp_path / 'disk').rename(tmp_path / 'gone')
+    outcome = train(data_folder, tmp_path / 'disk' / 'out', max_iters=6, save_interval=1)
+    assert made == list(range(6)) and outcome.code == 1 and 'final checkpoint could not be written' in outcome.message
+    assert capsys.readouterr().err.count('NOT saved') >= 3 and not (tmp_path / 'disk').exists()
+
+
+# signals within a save
+
+SLOW = '''
+import sys, time, torch, train
+from configurator import run
+save = torch.save
+def slow(state, file):
+    save(state, file)
+    if state['step'] == 4:
+        print('SAVING', flush=True)
+        time.sleep(60)
+torch.save = slow
+run(train.main)
+'''
+
+
+def test_a_second_interrupt_within_a_save_does_not_wait_for_it(data_folder, tmp_path):
+    argv = arguments({**SMALL, 'dataset': data_folder, 'out_dir': tmp_path / 'out', 'max_iters': 10**6, 'save_interval': 2})
+    process = subprocess.Popen([sys.executable, '-c', SLOW, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=os.environ | {'OMP_NUM_THREADS': '1'})
+    try:
+        while process.stdout.readline() != 'SAVING\n':
+            assert process.poll() is None, process.stderr.read()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and 'Traceback' not in stderr, stderr
+    assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 2 and (tmp_path / 'out' / 'ckpt.tmp').exists()
+
+
+def test_a_second_sigterm_within_a_save_changes_nothing(data_folder, tmp_path, at_step, monkeypatch):
+    save, (plans, made) = torch.save, at_step
+    monkeypatch.setattr(torch, 'save', lambda content, file: (time.sleep(0.5), save(content, file)))
+    plans[2] = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]  # the save of step 2 is under way
+    assert train(data_folder, tmp_path, max_iters=9, save_interval=2).code == 75
+    assert made == [0, 1, 2] and read(tmp_path / 'ckpt.pt')['step'] == 3 and read(tmp_path / 'ckpt-00000002.pt')['step'] == 2
+
+
+# float16's scaler
+
+class Overflowing(torch.amp.GradScaler):
+    """float16's scaler (which works on a CPU, too, though float16 is for CUDA), its gradients out of range at some updates."""
+    made = ()
+
+    def scale(self, loss):
+        return super().scale(loss * (math.inf if self.made[-1] in (0, 4) else 1))
+
+
+def test_a_scaler_that_is_still_moving_resumes_bitwise(data_folder, tmp_path, at_step, monkeypatch):
+    Overflowing.made = at_step[1]
+    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: Overflowing(device, growth_interval=2))
+    options = dict(max_iters=9, save_interval=1, keep_last=9, gradient_accumulation_steps=1)
+    whole = train(data_folder, tmp_path / 'whole', **options)
+    assert whole.code == 0 and [record['skipped'] for record in whole.records if 'loss' in record] == [1, 0, 0, 0, 1, 0, 0, 0, 0]
+    scales = [read(tmp_path / 'whole' / f'ckpt-{step:08d}.pt')['scaler']['scale'] for step in range(1, 9)]
+    assert [math.log2(scale) for scale in scales] == [15, 15, 16, 16, 15, 15, 16, 16]
+    for step in (1, 2, 5):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        shutil.copy(tmp_path / 'whole' / f'ckpt-{step:08d}.pt', folder / 'ckpt.pt')
+        assert train(data_folder, folder, init_from='resume', **options).code == 0
+        for part in ('model', 'optimizer', 'scaler', 'skipped'):
+            assert digest(read(folder / 'ckpt.pt')[part]) == digest(read(tmp_path / 'whole' / 'ckpt.pt')[part]), (step, part)
+
+
+def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypatch):
+    """It halves its way down from 2^16 first; then max_skipped counts as for everyone."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: scaler(device, init_scale=math.inf))
+    outcome = train(data_folder, tmp_path, max_iters=60, max_skipped=3)
+    assert outcome.code == 1 and 'step 23:' in outcome.message and '23 updates in a row' in outcome.message

@@ -341,7 +341,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 
 
 def test_ids_that_do_not_fit_are_refused(tmp_path):
-    part = writer.Bin(tmp_path / 'x.bin', 'uint16', vocab_size=5)
+    part = writer.Bin(tmp_path / 'x.bin', 'uint16', np.ones(5, int))
     part.append(np.array([0, 4], np.uint32))
     with pytest.raises(UserError, match='token id 65536 does not fit'):
         part.append(np.array([0, 65536], np.uint32))
@@ -384,7 +384,7 @@ def test_documents_of_several_pieces_stay_whole():
 
 def test_a_bin_is_continued_after_the_bytes_to_keep(tmp_path):
     (tmp_path / 'x.bin').write_bytes(b'\3\0\1\0\2')
-    part = writer.Bin(tmp_path / 'x.bin', 'uint16', vocab_size=9, keep=2)
+    part = writer.Bin(tmp_path / 'x.bin', 'uint16', np.ones(9, int), keep=2)
     part.append(np.empty(0, np.uint32))
     assert part.sync() == 2 and (part.tokens, part.max_id) == (1, 3)
     part.file.close()

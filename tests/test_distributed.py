@@ -153,7 +153,7 @@ def test_one_process_writes(shared, cell):
     """Each record once, and files of rank 0 only, but for shards."""
     assert [record['step'] for record in records(shared[cell]) if 'loss' in record] == list(range(1, 31))
     held = {path.name for path in shared[cell].iterdir() if not path.name.startswith('rank')}
-    assert held == {'best.pt', 'ckpt-00000010.pt', 'ckpt-00000020.pt', 'ckpt.pt', 'metrics.jsonl'} | (
+    assert held == {'best.pt', 'ckpt-00000010.pt', 'ckpt-00000020.pt', 'ckpt.pt', 'lock', 'metrics.jsonl'} | (
         {f'shards-000000{step}' for step in (10, 20, 30)} if cell[1] == 'sharded' else set())
 
 

@@ -554,7 +554,7 @@ def test_overwrite_leaves_nothing_of_the_old_run(data_folder, finished, tmp_path
     (tmp_path / 'out' / 'notes.txt').write_text('mine')
     outcome = train(data_folder, tmp_path / 'out', overwrite=True, max_iters=1, keep_last=0)
     assert outcome.code == 0 and [record['step'] for record in outcome.records if 'config' not in record] == [1, 1]
-    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == ['best.pt', 'ckpt.pt', 'metrics.jsonl',
+    assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == ['best.pt', 'ckpt.pt', 'lock', 'metrics.jsonl',
                                                                           'notes.txt']
 
 
