@@ -5,10 +5,13 @@ import platform
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from configurator import ROOT, UserError
 
@@ -115,8 +118,31 @@ def start(device='auto', dtype='auto', backend='auto'):
         backend = ('nccl' if device.type == 'cuda' else 'gloo') if backend == 'auto' else backend
         if backend == 'nccl' and device.type != 'cuda':
             raise UserError(f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo')
-        dist.init_process_group(backend, device_id=device if backend == 'nccl' else None)
+        dist.init_process_group(backend, store=fresh_store(rank, world_size), rank=rank, world_size=world_size,
+                                device_id=device if backend == 'nccl' else None)
     return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def fresh_store(rank, world_size):
+    """torchrun's key-value store, under a prefix of this start's own that all ranks agree on.
+
+    After a restart torchrun hands out the store of the start before, with the dead processes' addresses in it; whoever reads
+    one before its successor has written never connects. Counts of restarts differ between nodes, so rank 0 draws a prefix and
+    the others answer under it until rank 0 confirms that it has read their answers.
+    """
+    store, _, _ = next(rendezvous('env://'))
+    me = uuid.uuid4().hex
+    if rank == 0:
+        store.set('start', me)
+        answers = [store.get(f'{me}/{other}').decode() for other in range(1, world_size)]  # waits for each
+        store.set(f'{me}/confirmed', ' '.join(answers))
+        return dist.PrefixStore(me, store)
+    while True:
+        start = store.get('start').decode()  # an earlier start's, if rank 0 is not there yet
+        store.set(f'{start}/{rank}', me)
+        if store.check([f'{start}/confirmed']) and me in store.get(f'{start}/confirmed').decode():
+            return dist.PrefixStore(start, store)
+        time.sleep(0.02)
 
 
 def cpu_features():

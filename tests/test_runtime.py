@@ -1,9 +1,13 @@
 """runtime.py: which device, which precision, which process this is; what happens where nothing can be compiled."""
+import itertools
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import runtime
 from configurator import UserError
@@ -81,6 +85,7 @@ def test_processes_are_counted_over_all_nodes(machine, nodes, per_node, monkeypa
     """Work is divided by WORLD_SIZE; only the GPU is chosen by the place within the node."""
     machine('cuda')
     groups = []
+    monkeypatch.setattr(runtime, 'fresh_store', lambda rank, world_size: None)
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, **kwargs: groups.append((backend, kwargs['device_id'])))
     monkeypatch.setenv('WORLD_SIZE', str(nodes * per_node))
     monkeypatch.setenv('LOCAL_WORLD_SIZE', str(per_node))
@@ -95,6 +100,7 @@ def test_processes_are_counted_over_all_nodes(machine, nodes, per_node, monkeypa
 def test_processes_without_gpus_speak_gloo(machine, monkeypatch):
     machine()
     backends = []
+    monkeypatch.setattr(runtime, 'fresh_store', lambda rank, world_size: None)
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, **kwargs: backends.append(backend))
     monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '1')
@@ -152,3 +158,27 @@ def test_peak_speed_is_the_devices_own_or_unknown(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
     assert runtime.Runtime(torch.device('cuda'), torch.bfloat16).peak_flops() == peak
     assert runtime.Runtime(torch.device('cpu'), torch.bfloat16).peak_flops() is None
+
+
+# ---- a restart ------------------------------------------------------------------------------------------------------------
+
+def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
+    """torchrun hands out the same store again. The successors' ranks start in any order, with stale answers and prefixes in it."""
+    store = dist.HashStore()
+    store.set('start', 'a start whose rank 0 died at once')
+    monkeypatch.setattr(runtime, 'rendezvous', lambda url: iter([(store, 0, 0)]))
+    for order in itertools.permutations(range(3)):
+        found = {}
+
+        def start(rank):
+            mine = runtime.fresh_store(rank, 3)
+            mine.set(f'address of {rank}', f'{rank} {order}')
+            found[rank] = [mine.get(f'address of {other}').decode() for other in range(3)]
+        threads = []
+        for rank in order:
+            threads.append(threading.Thread(target=start, args=(rank,), daemon=True))
+            threads[-1].start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join(20)
+        assert found == {rank: [f'{other} {order}' for other in range(3)] for rank in range(3)}
