@@ -94,7 +94,7 @@ def test_batching_changes_nothing(update, batch_size):
     assert_same(ask(together.loglikelihood, *pairs), [ask(alone.loglikelihood, pair)[0] for pair in pairs])
     for answer, text in zip(ask(together.loglikelihood_rolling, *texts), texts):
         assert abs(answer - ask(alone.loglikelihood_rolling, text)[0]) < 1e-10
-    prompts = [(text, {'until': ['a'], 'max_gen_toks': 6}) for text in ('ab', 'cd', 'efg', 'ijk\n', 'bcdefghijklab')]
+    prompts = [(one + two, {'until': ['a', 'd'], 'max_gen_toks': 12}) for one in 'cf' for two in ALPHABET]
     assert ask(together.generate_until, *prompts) == [ask(alone.generate_until, prompt)[0] for prompt in prompts]
     assert (together.requests, together.truncated) == (alone.requests, alone.truncated)
 
@@ -202,15 +202,14 @@ def test_generation_ends_before_the_first_stop_sequence(update):
     model, tok = nontrivial(update=update), CharTokenizer(list(ALPHABET))
     lm = harness(model)
     whole = ask(lm.generate_until, ('abc', {'until': [], 'max_gen_toks': 30}))[0]
-    for stop in {whole[i:i + n] for i in range(0, 25, 6) for n in (1, 3)}:
-        calls = model.forward
-        steps = []
-        model.forward = lambda *args, **kwargs: (steps.append(1), calls(*args, **kwargs))[1]
-        try:
-            text = ask(lm.generate_until, ('abc', {'until': ['Zz', stop], 'max_gen_toks': 30}))[0]
-        finally:
-            del model.forward
-        assert text == whole[:whole.index(stop)] and len(steps) == whole.index(stop) + len(stop)  # and no step more
+    forward, steps = model.forward, []
+    model.forward = lambda *args, **kwargs: (steps.append(1), forward(*args, **kwargs))[1]
+    for until in [['Zz', whole[i:i + n]] for i in range(0, 25, 6) for n in (1, 3)] + [[whole[4:5], whole[2:5]], [whole[2:5], whole[4:5]]]:
+        steps.clear()
+        text = ask(lm.generate_until, ('abc', {'until': until, 'max_gen_toks': 30}))[0]
+        needed = next(n for n in range(31) if any(stop in whole[:n] for stop in until))
+        assert len(steps) == needed  # and no step more
+        assert text == whole[:min(whole.index(stop) for stop in until if stop in whole[:needed])]
 
 
 def test_generation_ends_at_the_end_of_the_text():
