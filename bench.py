@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -245,15 +246,18 @@ def results(seconds, count, tokens):
 # output
 
 
-def versions(cfg):
-    names = {'python': platform.python_version(), 'torch': torch.__version__}
-    return names | ({'transformers': sys.modules['transformers'].__version__} if cfg.peer == 'hf' else {})
-
-
 def machine(rt):
     gpu = rt.device_name() if rt.device.type == 'cuda' else None
     return {'cpu': replace(rt, device=torch.device('cpu')).device_name(), 'cores': os.cpu_count(),
             'threads': torch.get_num_threads(), 'gpu': gpu, 'system': platform.platform()}
+
+
+def facts(cfg, rt, *packages):
+    """What a file of results says about the run that made it; `packages` are named with their versions, beside torch."""
+    versions = {'python': platform.python_version(), 'torch': torch.__version__} | {name: version(name) for name in packages}
+    return {'date': datetime.now(timezone.utc).isoformat(timespec='seconds'), 'command': shlex.join(['python', *sys.argv]),
+            'commit': runtime.code_version(), 'machine': machine(rt), 'device': rt.device.type, 'dtype': str(rt.dtype)[6:],
+            'versions': versions, 'config': asdict(cfg)}
 
 
 def speed_table(records, stage, on_gpu):
@@ -319,11 +323,9 @@ def main(argv):
 
 def measure(entries, cfg, rt):
     """All that cfg asks for, of the entries (name, GPTConfig): prints the tables, writes the JSON file."""
-    facts = {'date': datetime.now(timezone.utc).isoformat(timespec='seconds'), 'command': shlex.join(['python', *sys.argv]),
-             'commit': runtime.code_version(), 'machine': machine(rt), 'device': rt.device.type, 'dtype': str(rt.dtype)[6:],
-             'versions': versions(cfg), 'config': asdict(cfg)}
+    about = facts(cfg, rt, *['transformers'] * (cfg.peer == 'hf'))
     print(f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
-          f'{facts["dtype"]}')
+          f'{about["dtype"]}')
     memory = cfg.memory and 'train' in cfg.what and rt.device.type != 'mps'  # Metal keeps no peak
     block_size = entries[0][1].block_size
     with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len(set(cfg.what))), disable=None, leave=False) as bar:
@@ -360,7 +362,7 @@ def measure(entries, cfg, rt):
     for one in contenders if cfg.profile else ():
         print(f'\n{one.name}: one training step\n{operations(one)}')
     if cfg.json is not None:
-        Path(cfg.json).write_text(json.dumps(facts | {'results': records}, indent=1) + '\n', encoding='utf-8')
+        Path(cfg.json).write_text(json.dumps(about | {'results': records}, indent=1) + '\n', encoding='utf-8')
         print(f'\nevery number: {cfg.json}')
 
 

@@ -57,11 +57,12 @@ class StaticKVCache:
 
 
 @torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True):
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=True, stop=None):
     """Continues each of the prompts idx (B, T) by max_new_tokens -> (B, T + max_new_tokens).
 
     temperature 0 is greedy; top_k keeps that many likeliest tokens. Each token is conditioned on the last block_size
-    tokens, with or without the cache. Raises UserError for a bad temperature, top_k or an empty prompt.
+    tokens, with or without the cache. `stop`, if given, is shown idx after every token and ends it by returning True.
+    Raises UserError for a bad temperature, top_k or an empty prompt.
     """
     if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1) or max_new_tokens < 0 or idx.size(1) == 0:
         raise UserError(f'temperature={temperature} and max_new_tokens={max_new_tokens} must be finite and not negative, '
@@ -77,6 +78,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, use_cache=
                 logits, _ = model(idx[:, -block_size:])
             new = sample_token(logits[:, -1, :model.cfg.vocab_used].float(), temperature, top_k)
             idx = torch.cat((idx, new), dim=1)
+            if stop is not None and stop(idx):
+                break
     finally:
         model.train(training)
     return idx
