@@ -115,6 +115,10 @@ def start(device='auto', dtype='auto', backend='auto'):
         backend = ('nccl' if device.type == 'cuda' else 'gloo') if backend == 'auto' else backend
         if backend == 'nccl' and device.type != 'cuda':
             raise UserError(f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo')
+        if (rank == 0 and os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0'
+                and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'):  # torch 2.13 keeps one store for all attempts
+            warn('after a restart a process may find the addresses of the dead ones and hang; start it all with '
+                 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max_restarts=...')
         dist.init_process_group(backend, device_id=device if backend == 'nccl' else None)
     return Runtime(device, DTYPES[dtype], rank, world_size)
 

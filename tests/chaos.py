@@ -226,7 +226,8 @@ def chaos_torchrun(cfg, folder, data):
         expect([wait(process) for process in left_alone] == [0, 0], f'the run left alone failed: {log.name}')
         command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', f'--max_restarts={cfg.kills}',
                    str(ROOT / 'train.py'), *argv]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {'OMP_NUM_THREADS': '1'})
+        env = {'OMP_NUM_THREADS': '1', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}  # runtime.py tells why
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | env)
         try:
             step, resumed = 0, []
             for kill in range(cfg.kills):
