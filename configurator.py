@@ -8,6 +8,7 @@ The annotation of a field is its type: int, float, bool, str, Literal[...] or tu
 each possibly `| None`. An int takes whole floats (6e5, 480 / 40), a float takes ints, neither takes True or False.
 """
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -31,22 +32,70 @@ class UserError(ValueError):
 
 
 def run(main):
-    """Call main(arguments): every script's way in."""
+    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the output could not be written."""
+    open_streams()
+    code = 0
     try:
         main(sys.argv[1:])
     except UserError as error:
         rank = os.environ.get('RANK', '0')
         if rank != '0':
             time.sleep(10)  # if rank 0 has the same to say, this process is ended before it repeats it
-        print(f'error: {error}' + f' (rank {rank})' * (rank != '0'), file=sys.stderr, flush=True)
+        tell(f'error: {error}' + f' (rank {rank})' * (rank != '0'))
         dist = sys.modules.get('torch.distributed')
         if dist and dist.is_available() and dist.is_initialized():
             os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
-        sys.exit(2)
+        code = 2
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):  # the last words of a run
+            tell(code)
+            code = 1
     except BrokenPipeError:
         os._exit(1)  # the reader of the output has left, as `| head` does
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, as a shell reports it
+        code = 130  # 128 + SIGINT, as a shell reports it
+    except OSError:
+        if settle(sys.stdout):  # not of the output
+            raise
+        code = 1
+    if not settle(sys.stdout):
+        code = code or 1
+    settle(sys.stderr)
+    if code:
+        sys.exit(code)
+
+
+def open_streams():
+    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next file opened would take that
+    number, and with it what libraries print there. What the terminal's encoding lacks is printed as an escape."""
+    for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w'))
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='backslashreplace')
+
+
+def settle(stream):
+    """Whether all that was printed to the stream has been written. If not it is told, and dropped together with all that
+    follows: Python would try once more at its end and make the exit code 120."""
+    try:
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        tell(f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost')
+        return False
+    return True
+
+
+def tell(message):
+    """Prints to standard error; a full or closed one costs the message only."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def build(cls, overrides):
@@ -107,7 +156,7 @@ def alternatives(annotation):
 
 def check(value, allowed, where):
     """`value` as what the field takes; UserError if it is something else."""
-    is_number = type(value) in (int, float)
+    is_number = type(value) is float or type(value) is int and abs(value) < MAX_INT
     choices = {str(choice): choice for choice in allowed if not isinstance(choice, type)}
     if str(value) in choices:  # as text, so that False means 'False' as well
         return choices[str(value)]
@@ -235,13 +284,16 @@ def evaluate(node, names):
 
 
 def show_help(doc, *sources):
-    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit.
+    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit."""
+    if {'-h', '--help'} & set(sys.argv[1:]):
+        run(lambda _: print(help_text(doc, *sources)))
+        sys.exit(0)
 
-    They are read from the source text, so that help is instant. A dict that the comment of a field names, like
-    SCHEMES, is printed as its keys."""
-    if not {'-h', '--help'} & set(sys.argv[1:]):
-        return
-    print(doc.strip())
+
+def help_text(doc, *sources):
+    """`doc` and the fields of each source, read from the source text, so that help is instant. A dict that the comment of a
+    field names, like SCHEMES, is printed as its keys."""
+    parts = [doc.strip()]
     for source in sources:
         path, name = source.split(':')
         with open(os.path.join(ROOT, path), encoding='utf-8') as file:
@@ -258,7 +310,6 @@ def show_help(doc, *sources):
                 comment = re.sub(r'\w+', lambda m: dicts.get(m[0], m[0]), comment)
                 rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
         widths = [max(map(len, column)) for column in zip(*rows)][:3] + [0]
-        print(f'\n{name} in {path}:')
-        for row in rows:
-            print('  ' + '  '.join(map(str.ljust, row, widths)).rstrip())
-    sys.exit(0)
+        parts.append(f'\n{name} in {path}:')
+        parts += ['  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return '\n'.join(parts)

@@ -1,5 +1,6 @@
 """Device, precision, processes and printing: the preamble that train, sample and bench share."""
 import contextlib
+import math
 import os
 import platform
 import signal
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from configurator import ROOT, UserError
+from configurator import ROOT, UserError, settle, tell
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 PEAK_FLOPS = {  # dense 16-bit operations per second by device name (the makers' data sheets); the first match counts
@@ -41,8 +42,10 @@ class Runtime:
     def print(self, *args):
         """Rank 0's voice."""
         if self.is_main:
-            with contextlib.suppress(OSError):  # a closed pipe or a full disk costs the message, not the run
+            try:
                 print(*args, flush=True)
+            except OSError:  # a closed pipe or a full disk costs what is printed, not the run
+                settle(sys.stdout)
 
     def synchronize(self):
         if self.device.type in ('cuda', 'mps'):
@@ -166,9 +169,13 @@ def rng_state(device):
 
 
 def set_rng_state(device, states):
-    torch.set_rng_state(states[0])
-    if device.type == 'cuda' and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+    """Raises UserError for what is no state of a generator."""
+    try:
+        torch.set_rng_state(states[0])
+        if device.type == 'cuda' and len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f'the checkpoint holds no usable `rng` ({error})') from None
 
 
 class Signals:
@@ -193,4 +200,25 @@ def stop():
 
 
 def warn(message):
-    print(f'warning: {message}', file=sys.stderr, flush=True)
+    tell(f'warning: {message}')
+
+
+def main_memory():
+    """Bytes of this machine's memory, inf where it does not tell."""
+    try:
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, ValueError, OSError):
+        return math.inf
+
+
+@contextlib.contextmanager
+def memory_for(remedy, failure=UserError):
+    """Turns running out of memory, the device's or main memory, into a `failure` that names the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed')  # torch, of main memory
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
+            raise
+        raise failure(f'out of memory ({reason:.200}); {remedy}') from None

@@ -123,7 +123,7 @@ def plain_values():
     return [None, True, False, 0, -1, 1, 2, 7, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**400, -10**30, 0.5, -0.0, 1e-320, 1e308, -1e308,
             math.nan, math.inf, -math.inf, '', 'x', '0', 'None', 'nan', '\x00', '\ud800', 'é' * 3, '\u202e\n\x1b[31m', '$\\frac{$', '{0}%s',
             'a' * 5000, '../' * 40 + 'etc/passwd', '/', '.', [], {}, [0], [[]], {'a': 1}, {'': {}}, list(range(300)), ['a'] * 300,
-            deep(50), deep(900)]
+            deep(50), deep(300)]
 
 
 def torch_values():
@@ -231,7 +231,7 @@ def evil_pickle(rng, canary):
     """A pickle that runs code in a reader that lets it, or that makes it count to infinity."""
     command = f'touch {canary}'
     thing = rng.choice([Evil(os.system, (command,)), Evil(eval, (f'open({str(canary)!r}, "w")',)), Evil(open, (str(canary), 'w')),
-                        Evil(getattr, (os, 'system')), Evil(torch.zeros, (2**40,)), Evil(torch.load, (str(canary),)), Evil(Path, (str(canary),))])
+                        Evil(__import__, ('os',)), Evil(torch.zeros, (2**40,)), Evil(torch.load, (str(canary),)), Evil(Path, (str(canary),))])
     torch_calls = [b'ctorch\nload\n', b'ctorch._utils\n_rebuild_tensor_v2\n', b'ccollections\nOrderedDict\n', b'c__builtin__\nbytearray\n',
                    b'ctorch\nFloatStorage\n', b'ctorch.nn.modules.linear\nLinear\n', b'cos\nsystem\n']
     return rng.choice([
@@ -570,7 +570,7 @@ def work(cfg, numbers, base, folder, pipe):
         try:
             kind, script, argv = make_case(cfg, number, base, folder)
         except Exception:
-            raise SystemExit(f'case {number} could not be made:\n{traceback.format_exc()}')
+            raise SystemExit(f'case {number} could not be made:\n{traceback.format_exc()[-2000:]}')
         if script is None:
             continue
         pipe.send((number, kind, script))

@@ -29,7 +29,7 @@ def state(step, update='gd', **kwargs):
             'tokenizer': TOKENIZER, 'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}},
             'scaler': {},
             'train_config': {'seed': 1, 'min_lr': None}, 'skipped': 0, 'rng': [[torch.get_rng_state()]],
-            'data': {'train': 'x'},
+            'data': {'train': 'x', 'val': 'y'},
             'wandb_id': None}
 
 
