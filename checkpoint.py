@@ -210,7 +210,7 @@ def remove_idle_shards(folder):
     """Deletes the shards that no checkpoint of the folder names any more."""
     if idle := sharded.folders(folder):
         states = [load(path) for path in run_files(folder) if path.suffix == '.pt']
-        named = {state['shards']['folder'] for state in states if 'shards' in state}
+        named = {str(state['shards'].get('folder')) for state in states if 'shards' in state}
         for path in idle:
             if path.name not in named:
                 shutil.rmtree(path)
@@ -233,6 +233,8 @@ def with_shards(state, folder, whole=True):
 
 def load(path):
     """`read` without the shards."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f'{path}: not a readable checkpoint (not a file)')  # a device or pipe has no end
     try:
         with zipfile.ZipFile(path) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
@@ -261,7 +263,7 @@ def checked(state, path):
     if not isinstance(weights, dict) or not all(isinstance(name, str) and (
             w is None and elsewhere or torch.is_tensor(w) and w.is_floating_point()) for name, w in weights.items()):
         raise UserError(f'{path}: holds no weights under `model`')
-    for config, required in (('gpt_config', True), ('train_config', False)):
+    for config, required in (('gpt_config', True), ('train_config', False), ('shards', False)):
         if not isinstance(state.get(config, None if required else {}), dict):
             raise UserError(f'{path}: holds no `{config}`')
     if wrong := [name for name, is_good in RESUMABLE.items() if 'train_config' in state and (name not in state or not is_good(state[name]))]:

@@ -156,7 +156,7 @@ class JointOptimizer:
                 if self.names[p] in state:
                     held = state[self.names[p]]
                     if held.keys() != kinds or not all(
-                            value is None or torch.is_tensor(value) and value.dtype == torch.float32
+                            value is None and key != 'step' or torch.is_tensor(value) and value.dtype == torch.float32
                             and value.shape == (() if key == 'step' else p.shape) for key, value in held.items()):
                         raise ValueError(f'optimizer state that does not fit {self.names[p]}')
                     of[p] = {key: like(value, p) for key, value in held.items()}

@@ -10,8 +10,10 @@ if __name__ == '__main__':
     from configurator import show_help
     show_help(__doc__, 'plot.py:PlotConfig')
 
+import errno
 import json
 import math
+import os
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -79,6 +81,8 @@ def read_run(folder):
     """The Run in `folder`. A last line still being written is left out; UserError if anything else is missing or damaged."""
     path = Path(folder) / 'metrics.jsonl'
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(errno.EINVAL, 'not a file')  # a device or pipe has no end
         lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
     except OSError as error:
         raise UserError(f'{folder}: no run to read there ({path}: {error.strerror}); name the out_dir of a run') from None
@@ -220,6 +224,7 @@ def main(argv):
     print(comparison(facts))
     if cfg.json is not None:
         try:
+            Path(cfg.json).parent.mkdir(parents=True, exist_ok=True)
             Path(cfg.json).write_text(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in facts], indent=1) + '\n', encoding='utf-8')
         except OSError as error:
             raise UserError(f'json={cfg.json}: cannot be written ({error.strerror})') from None

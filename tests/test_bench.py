@@ -222,7 +222,7 @@ def test_a_part_alone_and_the_profile(capsys):
     bench.main([*flags, '--schemes=polyak', '--what=train', '--memory=False', '--profile'])
     out = capsys.readouterr().out
     assert 'aten::' in out and 'generation' not in out and 'MFU' not in out and 'peak' not in out
-    bench.main([*FLAGS, '--schemes=polyak', '--what=generate'])
+    bench.main([*(flag for flag in FLAGS if '_size=2' not in flag), '--schemes=polyak', '--what=generate'])
     out = capsys.readouterr().out
     assert 'training' not in out and 'generation' in out
 
