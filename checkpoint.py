@@ -266,7 +266,7 @@ def checked(state, path):
     for config, required in (('gpt_config', True), ('train_config', False), ('shards', False)):
         if not isinstance(state.get(config, None if required else {}), dict):
             raise UserError(f'{path}: holds no `{config}`')
-    if wrong := [name for name, is_good in RESUMABLE.items() if 'train_config' in state and (name not in state or not is_good(state[name]))]:
+    if wrong := [name for name, is_good in RESUMABLE.items() if 'train_config' in state and name in state and not is_good(state[name])]:
         raise UserError(f'{path}: holds no usable `{wrong[0]}`')
     return state
 

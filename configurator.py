@@ -21,6 +21,7 @@ import typing
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 MAX_BYTES = 2**16  # of a config file
+HUGE = 1e30  # no option is as large: the float32 that it becomes stays finite, and so do sums of some
 MAX_INT = 2**63  # what a tensor can hold; it also keeps a config file's arithmetic instant
 WORDS = {int: 'an integer', float: 'a number', bool: 'True or False', str: 'text', tuple: 'names like a,b'}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -56,7 +57,7 @@ def run(main):
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as a shell reports it
     except OSError:
-        if settle(sys.stdout):  # not of the output
+        if settle(sys.stdout, '\n'):  # it was not about the output
             raise
         code = 1
     if not settle(sys.stdout):
@@ -80,10 +81,11 @@ def open_streams():
         sys.stdout.reconfigure(errors='backslashreplace')
 
 
-def settle(stream):
-    """Whether all that was printed to the stream has been written. If not it is told, and dropped together with all that
-    follows: Python would try once more at its end and make the exit code 120."""
+def settle(stream, probe=''):
+    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it is told, and dropped together
+    with all that follows: Python would try once more at its end and make the exit code 120."""
     try:
+        stream.write(probe)
         stream.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -122,19 +124,19 @@ def parse(argv, *classes):
 
 
 def at_least(config, **limits):
-    """UserError unless each named field of the dataclass is None or a finite number of at least its limit."""
+    """UserError unless each named field of the dataclass is None or a number of at least its limit, and not HUGE."""
     for name, least in limits.items():
         value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
-            raise UserError(f'{name}={value}: must be at least {least}')
+        if value is not None and not least <= value < HUGE:
+            raise UserError(f'{name}={value}: must be at least {least}' + f' and below {HUGE:g}' * (value >= HUGE))
 
 
 def between(config, **limits):
     """UserError unless each named field of the dataclass is None or lies inside its open interval (low, high)."""
     for name, (low, high) in limits.items():
-        value = getattr(config, name)
+        value, high = getattr(config, name), min(high, HUGE)
         if value is not None and not low < value < high:
-            raise UserError(f'{name}={value}: must be above {low}' + f' and below {high}' * (high < math.inf))
+            raise UserError(f'{name}={value}: must be above {low} and below {high:g}')
 
 
 def convert(cls, values, where):

@@ -100,7 +100,7 @@ class TrainConfig:
         at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, eval_batch_size=1, log_interval=0,
                  save_interval=0, keep_last=0, max_skipped=1, seed=0, warmup_iters=0, lr_decay_iters=1, weight_decay=0,
                  muon_weight_decay=0, grad_clip=0, min_lr=0)
-        between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
+        between(self, learning_rate=(0, 1e6), muon_lr=(0, 1e6), scalar_lr_mult=(0, 1e6), muon_momentum=(0, 1),
                 beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
         if self.sequences >= 2 ** 31:
             raise UserError(f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update')
@@ -304,7 +304,7 @@ def main(argv):
         return preview(given, options)
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
-    if resumed and not {'train_config', 'optimizer', 'scaler', 'rng', 'data'} <= state.keys():
+    if resumed and not {'train_config', *checkpoint.RESUMABLE} <= state.keys():
         raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
                         f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     if resumed:
