@@ -304,8 +304,8 @@ def main(argv):
             raise UserError(f'no effect with what={",".join(cfg.what)}: {", ".join(f"{name}={given[name]}" for name in idle)}; leave out')
     if cfg.peer == 'hf':
         if unlike := [name for name, value in PEER_HAS.items() if gpt_given.get(name) not in (None, value)]:
-            raise UserError(f'peer=hf: transformers\' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it to '
-                            f'a scheme of ours, as in --schemes gd gd:{unlike[0]}={gpt_given[unlike[0]]}')
+            raise UserError(f'peer=hf: transformers\' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it '
+                            f'to a scheme of ours, as in --schemes gd gd:{unlike[0]}={gpt_given[unlike[0]]}')
         try:
             import transformers
         except ImportError:

@@ -28,7 +28,7 @@ RESUMABLE = {  # what a resume takes from a full state as it is, and what that h
     'skipped': lambda value: type(value) is int and value >= 0,
     'best_val_loss': lambda value: isinstance(value, float),
     'wandb_id': lambda value: value is None or isinstance(value, str),
-    'data': lambda value: isinstance(value, dict) and value.keys() == {'train', 'val'} and all(isinstance(sha, str) for sha in value.values()),
+    'data': lambda value: isinstance(value, dict) and value.keys() == {'train', 'val'} and {type(sha) for sha in value.values()} == {str},
     'rng': lambda value: isinstance(value, list) and all(isinstance(one, list) and one and all(map(torch.is_tensor, one)) for one in value),
     'optimizer': lambda value: isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()),
     'scaler': lambda value: isinstance(value, dict)}

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, build, parse, run, tell
+from configurator import HUGE, MAX_INT, UserError, build, parse, run, tell
 
 KEYS = {'train': ('step', 'tokens', 'loss', 'tokens_per_s'), 'evals': ('step', 'tokens', 'train_loss', 'val_loss')}
 COUNTS = ('step', 'tokens')
-MAX_FLOAT = 1e30  # of a loss or a speed: sums and axes of anything below stay finite
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')  # colour-blind safe (Okabe, Ito)
 AXES = {'step': 'updates', 'tokens': 'training tokens', 'time': 'training time, minutes'}
 
@@ -60,16 +59,16 @@ class Run:
 
 def count(value):
     """A record's number of steps, tokens or parameters; ValueError if it is none."""
-    if type(value) not in (int, float) or not 0 <= value < 2 ** 63 or value != int(value):
+    if type(value) not in (int, float) or not 0 <= value < MAX_INT or value != int(value):
         raise ValueError(f'{value!r:.40} is no count')
     return int(value)
 
 
 def measure(value):
-    """A record's loss or speed, NaN where it was not finite (JSON's null); ValueError if it is no number."""
-    if value is not None and (type(value) not in (int, float) or MAX_FLOAT < abs(value) < math.inf):
+    """A record's loss or speed, NaN where it was not finite (JSON's null) or HUGE; ValueError if it is no number."""
+    if value is not None and type(value) not in (int, float):
         raise ValueError(f'{value!r:.40} is no number')
-    return math.nan if value is None or not math.isfinite(value) else float(value)
+    return float(value) if value is not None and abs(value) < HUGE else math.nan
 
 
 def name_of(value):
@@ -225,7 +224,8 @@ def main(argv):
     if cfg.json is not None:
         try:
             Path(cfg.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(cfg.json).write_text(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in facts], indent=1) + '\n', encoding='utf-8')
+            known = [{key: None if value != value else value for key, value in row.items()} for row in facts]  # JSON has no NaN
+            Path(cfg.json).write_text(json.dumps(known, indent=1) + '\n', encoding='utf-8')
         except OSError as error:
             raise UserError(f'json={cfg.json}: cannot be written ({error.strerror})') from None
     if cfg.out is not None:

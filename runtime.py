@@ -218,7 +218,7 @@ def memory_for(remedy, failure=UserError):
         yield
     except (RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed', 'multiplication overflow')  # torch, of main memory
+        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed', 'multiplication overflow')
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
             raise
         raise failure(f'out of memory ({reason:.200}); {remedy}') from None

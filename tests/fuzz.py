@@ -331,15 +331,19 @@ def some_value(rng):
     return text.replace('\0', '') if rng.random() < 0.7 else text
 
 
+FITTING = {int: [0, 1, 2, 3, 5, 100, 2**31, 2**62], float: [0, 1e-30, 1e-9, 0.1, 0.5, 0.9, 1, 3, 1e3, 1e29], bool: [True, False],
+           str: ['x', 'cpu', 'auto', 'scratch', 'a=b']}
+
+
 def some_options(rng, script, count):
     """Pairs of names and values that the script may or may not know."""
     fields = {name: alternatives(hint) for cls in SCRIPTS[script][1] for name, hint in typing.get_type_hints(cls).items()}
     chosen = []
     for _ in range(count):
         name = rng.choice([*fields, *fields, 'unknown', '', '\ud800', 'base'])
-        own = [value for value in fields.get(name, ()) if isinstance(value, str)]
+        own = [value for kind in fields.get(name, ()) for value in (FITTING.get(kind, []) if isinstance(kind, type) else [kind])]
         if name not in COSTLY or rng.random() < 0.3:
-            chosen.append((name, rng.choice(own) if own and rng.random() < 0.5 else some_value(rng)))
+            chosen.append((name, rng.choice(own) if own and rng.random() < 0.6 else some_value(rng)))
     return chosen
 
 
@@ -369,7 +373,7 @@ def starting_point(script, case):
 
 def command_line(rng, case):
     script = rng.choice([*SCRIPTS, 'train', 'train', 'train', 'sample'])
-    chosen = [f'--{key}={value}' if rng.random() < 0.9 else value for key, value in some_options(rng, script, rng.choice([1, 1, 2, 3, 6]))]
+    chosen = [f'--{key}={value}' if rng.random() < 0.9 else str(value) for key, value in some_options(rng, script, rng.choice([1, 1, 2, 3, 6]))]
     start = options(starting_point(script, case))
     if script != 'bench' and rng.random() < 0.05:  # whose defaults take a minute
         start = []

@@ -65,6 +65,15 @@ def test_the_sizes_are_small_unless_one_is_given(monkeypatch):
     assert seen == [GPTConfig(**bench.SMALL, update='gd', vocab_size=50), GPTConfig(update='gd', n_layer=3)]
 
 
+@pytest.mark.parametrize('args, message', [
+    (['--what=generate', '--steps=2'], 'no effect with what=generate: steps=2'), (['--what=generate', '--memory=False'], 'memory=False'),
+    (['--what=generate', '--optimizer=muon'], 'optimizer=muon'), (['--what=train', '--gen_batch=2', '--prompt_tokens=3'], 'gen_batch=2, prompt_tokens=3'),
+    (['--peer=hf', '--pos=rope'], 'peer=hf.*pos=learned.*gd:pos=rope'), (['--peer=hf', '--tie_weights=False'], 'tie_weights')])
+def test_options_without_effect_are_told(args, message):
+    with pytest.raises(UserError, match=message):
+        bench.main(['--schemes=gd', *args])
+
+
 def test_a_missing_peer_is_told(monkeypatch):
     monkeypatch.setitem(bench.sys.modules, 'transformers', None)
     with pytest.raises(UserError, match='pip install transformers'):
