@@ -151,8 +151,12 @@ def make_materials(folder):
     arguments_ = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, bias=False, vocab_size=50257, dropout=0.0)
     torch.save({'model': {f'_orig_mod.{name}': w for name, w in model.state_dict().items()}, 'optimizer': {}, 'iter_num': 5,
                 'model_args': arguments_, 'best_val_loss': torch.tensor(3.0), 'config': {}}, folder / 'nanogpt.pt')
-    with zipfile.ZipFile(folder / 'bomb.pt', 'w', zipfile.ZIP_DEFLATED) as file:
-        file.writestr('bomb/data.pkl', pickle.dumps({'a': 'x' * 2**30}, 2))
+    with zipfile.ZipFile(folder / 'bomb.pt', 'w', zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        with file.open('bomb/data.pkl', 'w', force_zip64=True) as data:
+            data.write(b'\x80\x02')
+            for _ in range(2 * GROWTH // 2**20):
+                data.write(b'N0' * 2**19)  # None, and away with it: nothing but long
+            data.write(b'N.')
         file.writestr('bomb/version', '3\n')
     (folder / 'text.txt').write_text('To be, or not to be, that is the question: é ü \U0001f600\n' * 30, encoding='utf-8')
     (folder / 'rows.jsonl').write_text(''.join(json.dumps({'text': f'story {i} of many. ' * 5}) + '\n' for i in range(30)), encoding='utf-8')
@@ -529,7 +533,7 @@ def watched(main, argv, folder, watch=()):
             code = 1
     except BaseException as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
-        ours = [frame for frame in frames if str(ROOT) in frame.filename and 'fuzz.py' not in frame.filename] or frames
+        ours = [frame for frame in frames if str(ROOT) in frame.filename and frame.name != 'watched'] or frames
         findings.append(f'{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {str(error)[:150]}')
         printed.write(traceback.format_exc())
         code = 1
@@ -617,7 +621,7 @@ def main(argv):
     torch.set_num_threads(1)
     runtime.code_version = lambda: None  # git is no part of this, and two processes for each run
     tokenizer.gpt2_encoding()  # once, before the workers are forked
-    import matplotlib.figure, matplotlib.backends.backend_agg, pyarrow.parquet  # noqa: F401
+    import matplotlib.backends.backend_agg, matplotlib.figure, pyarrow.parquet  # noqa: F401
     counts, found, t0 = collections.Counter(), {}, time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch) / 'base'

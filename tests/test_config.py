@@ -286,7 +286,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(tmp_path, siz
 @pytest.mark.parametrize('redirect', ['2>/dev/full', '2>&-', '>&- 2>&-', '<&- >&- 2>&-', '>/dev/full 2>/dev/full'])
 @pytest.mark.parametrize('what, code', [('user', 2), ('exit', 75), ('words', 1)])
 def test_exit_codes_outlive_the_streams(tmp_path, redirect, what, code):
-    assert run_print(tmp_path, '10', what, redirect=redirect)[0] == code
+    assert run_print(tmp_path, '10', what, redirect=redirect, PYTHONUNBUFFERED='')[0] == code  # else the print fails before
 
 
 def test_an_error_of_another_file_is_not_taken_for_the_outputs(tmp_path):
