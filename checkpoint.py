@@ -72,7 +72,7 @@ def examine(value, seen):
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             examine(item, seen)
-    elif not (value is None or isinstance(value, (bool, float, str)) or type(value) is int and abs(value) < 2 ** 64):
+    elif not isinstance(value, (str, int, float, type(None))):
         raise ValueError(f'a {type(value).__name__} that has no place in a checkpoint')
 
 
@@ -255,6 +255,7 @@ def checked(state, path):
         state = from_nanogpt(state)
     elif not isinstance(state, dict) or state.get('version') != VERSION:
         version = state.get('version') if isinstance(state, dict) else None
+        version = version if isinstance(version, (int, str)) else f'a {type(version).__name__}'  # which may print without end
         raise UserError(f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})')
     examine(state, set())
     if not nanogpt and state.get('digest') != digest(state):

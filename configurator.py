@@ -70,12 +70,7 @@ def run(main):
 def open_streams():
     """Puts the null device in the place of standard streams that were closed (`2>&-`): the next file opened would take that
     number, and with it what libraries print there. What the terminal's encoding lacks is printed as an escape."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
-    for name in ('stdin', 'stdout', 'stderr'):
+    for name in ('stdin', 'stdout', 'stderr'):  # in the order of their numbers: a file opened takes the lowest that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w'))
     if hasattr(sys.stdout, 'reconfigure'):
