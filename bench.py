@@ -45,6 +45,8 @@ from train import TrainConfig, update
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEER = 'hf_gpt2'
+PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
+ONLY_FOR = {'train': ('steps', 'batch_size', 'optimizer', 'memory', 'compile'), 'generate': ('gen_batch', 'prompt_tokens', 'max_new_tokens')}
 WARMUP_STEPS = 2  # of the memory measurement: from the second on, the optimizer's state lies beside the gradients
 
 
@@ -298,16 +300,22 @@ def main(argv):
     if 'update' in given:
         raise UserError(f'update={given["update"]}: bench.py compares several; write --schemes {given["update"]} ...')
     cfg = build(BenchConfig, given)
-    given = {key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__}
-    given = given if SMALL.keys() & given else SMALL | given
-    entries = [(text, scheme_config(text, given)) for text in cfg.schemes]
+    gpt_given = {key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__}
+    gpt_given = gpt_given if SMALL.keys() & gpt_given else SMALL | gpt_given
+    entries = [(text, scheme_config(text, gpt_given)) for text in cfg.schemes]
+    for stage, options in ONLY_FOR.items():
+        if idle := [name for name in options if name in given and stage not in cfg.what]:
+            raise UserError(f'no effect with what={",".join(cfg.what)}: {", ".join(f"{name}={given[name]}" for name in idle)}; leave out')
     if cfg.peer == 'hf':
+        if unlike := [name for name, value in PEER_HAS.items() if gpt_given.get(name) not in (None, value)]:
+            raise UserError(f'peer=hf: transformers\' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it '
+                            f'to a scheme of ours, as in --schemes gd gd:{unlike[0]}={gpt_given[unlike[0]]}')
         try:
             import transformers
         except ImportError:
             raise UserError('peer=hf needs transformers: pip install transformers') from None
         sizes = ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size', 'dropout')
-        entries.append((PEER, GPTConfig(update='gd', **{key: given[key] for key in sizes if key in given})))
+        entries.append((PEER, GPTConfig(update='gd', **{key: gpt_given[key] for key in sizes if key in gpt_given})))
     for name, gpt_cfg in entries:
         if 'generate' in cfg.what and cfg.prompt_tokens + cfg.max_new_tokens > gpt_cfg.block_size:
             raise UserError(f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='

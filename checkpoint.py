@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,15 @@ except ImportError:  # Windows
 
 VERSION = 1
 PRETRAINED = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # what GPT.from_pretrained downloads
+RESUMABLE = {  # what a resume takes from a full state as it is, and what that has to be
+    'step': lambda value: type(value) is int and value >= 0,
+    'skipped': lambda value: type(value) is int and value >= 0,
+    'best_val_loss': lambda value: isinstance(value, float),
+    'wandb_id': lambda value: value is None or isinstance(value, str),
+    'data': lambda value: isinstance(value, dict) and value.keys() == {'train', 'val'} and {type(sha) for sha in value.values()} == {str},
+    'rng': lambda value: isinstance(value, list) and all(isinstance(one, list) and one and all(map(torch.is_tensor, one)) for one in value),
+    'optimizer': lambda value: isinstance(value, dict) and all(isinstance(one, dict) for one in value.values()),
+    'scaler': lambda value: isinstance(value, dict)}
 WEIGHTS = ('version', 'model', 'shards', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')  # what best.pt holds of a state
 
 
@@ -56,6 +66,23 @@ def digest(value, sha=None):
 def is_stored(tensor):
     """Whether its memory holds all its elements: strides of zero would make a tensor of any size of one."""
     return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def examine(value, seen):
+    """ValueError unless `value` is nested of dicts, lists, tuples, plain values and whole tensors in main memory.
+
+    No container may stand in two places (`seen` holds their ids): a small file could be of any size to who walks it."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.device.type != 'cpu' or not is_stored(value):
+            raise ValueError('a tensor that is not stored whole')
+    elif isinstance(value, (dict, list, tuple)):
+        if value and id(value) in seen:
+            raise ValueError('the same container in two places')
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            examine(item, seen)
+    elif not isinstance(value, (str, int, float, type(None))):
+        raise ValueError(f'a {type(value).__name__} that has no place in a checkpoint')
 
 
 def is_finite(tensor):
@@ -280,7 +307,7 @@ def remove_idle_shards(folder, pending=None):
             states += [load(path)] if path.suffix == '.pt' else []
         except UserError:  # what it named is of no use
             pass
-    for name in idle.keys() - {state['shards']['folder'] for state in states if 'shards' in state}:
+    for name in idle.keys() - {str(state['shards'].get('folder')) for state in states if 'shards' in state}:
         shutil.rmtree(idle[name], ignore_errors=True)
 
 
@@ -301,7 +328,12 @@ def with_shards(state, folder, whole=True):
 
 def load(path):
     """`read` without the shards."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f'{path}: not a readable checkpoint (not a file)')  # a device or pipe has no end
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError('packed: it would take any amount of memory')
         return checked(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
     except UserError:
         raise
@@ -313,33 +345,39 @@ def load(path):
 
 def checked(state, path):
     """The dict that was in a file, in our terms; UserError if it is not a whole checkpoint."""
-    if isinstance(state, dict) and 'model_args' in state:
+    nanogpt = isinstance(state, dict) and 'model_args' in state
+    if nanogpt:
         state = from_nanogpt(state)
     elif not isinstance(state, dict) or state.get('version') != VERSION:
         version = state.get('version') if isinstance(state, dict) else None
+        version = version if isinstance(version, (int, str)) else f'a {type(version).__name__}'  # which may print without end
         raise UserError(f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})')
-    elif state.get('digest') != digest(state):
+    examine(state, set())
+    if not nanogpt and state.get('digest') != digest(state):
         raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
     weights, elsewhere = state.get('model'), 'shards' in state
-    if not isinstance(weights, dict) or not all(
-            w is None and elsewhere or isinstance(w, torch.Tensor) and is_stored(w) for w in weights.values()):
+    if not isinstance(weights, dict) or not all(isinstance(name, str) and (
+            w is None and elsewhere or torch.is_tensor(w) and w.is_floating_point()) for name, w in weights.items()):
         raise UserError(f'{path}: holds no weights under `model`')
-    for config, required in (('gpt_config', True), ('train_config', False)):
+    for config, required in (('gpt_config', True), ('train_config', False), ('shards', False)):
         if not isinstance(state.get(config, None if required else {}), dict):
             raise UserError(f'{path}: holds no `{config}`')
+    if wrong := [name for name, is_good in RESUMABLE.items() if 'train_config' in state and name in state and not is_good(state[name])]:
+        raise UserError(f'{path}: holds no usable `{wrong[0]}`')
     return state
 
 
-def read_latest(folder, whole=True):
-    """The newest readable full state of a run's folder (`whole` as in read), None if there is none at all."""
+def read_latest(folder, whole=True, best=False):
+    """The newest readable full state of a run's folder (`whole` as in read), or its best weights if they are asked for and
+    readable; None if there is no file at all, UserError if none is readable."""
     folder, failed = Path(folder), None
-    candidates = [p for p in (folder / 'ckpt.pt', *history(folder)) if p.exists()]
-    for path in candidates:
+    candidates = [p for p in ([folder / 'best.pt'] * best + [folder / 'ckpt.pt', *history(folder)]) if os.path.exists(p)]
+    for path, following in zip(candidates, [*candidates[1:], None]):
         try:
             return read(path, whole)
         except UserError as error:
-            if world()[0] == 0:
-                warn(f'{error}; falling back to the one before')
+            if following and world()[0] == 0:
+                warn(f'{error}; falling back to {following.name}')
             failed = error
     if failed:
         raise failed
@@ -360,7 +398,11 @@ def build_model(state, where, **overrides):
 
     Under torch.device('meta') it holds no numbers, and those of the dict may be None.
     """
-    cfg = GPTConfig(**convert(GPTConfig, {**state['gpt_config'], **overrides}, where))
+    arguments = convert(GPTConfig, {**state['gpt_config'], **overrides}, where)
+    try:
+        cfg = GPTConfig(**arguments)
+    except UserError as error:
+        raise UserError(f'{where}: {error}') from None
     weights = state['model']
     layers = len({name.split('.')[2] for name in weights if name.startswith('transformer.h.')})
     if cfg.n_layer != layers:  # before anything is allocated for a config that a file made up

@@ -8,6 +8,7 @@ The annotation of a field is its type: int, float, bool, str, Literal[...] or tu
 each possibly `| None`. An int takes whole floats (6e5, 480 / 40), a float takes ints, neither takes True or False.
 """
 import ast
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -20,6 +21,7 @@ import typing
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 MAX_BYTES = 2**16  # of a config file
+HUGE = 1e30  # no option is as large: the float32 that it becomes stays finite, and so do sums of some
 MAX_INT = 2**63  # what a tensor can hold; it also keeps a config file's arithmetic instant
 WORDS = {int: 'an integer', float: 'a number', bool: 'True or False', str: 'text', tuple: 'names like a,b'}
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -31,24 +33,67 @@ class UserError(ValueError):
 
 
 def run(main):
-    """Call main(arguments): every script's way in."""
-    if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='backslashreplace')  # the C locale's and a Windows pipe's encodings lack most characters
+    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the output could not be written."""
+    open_streams()
+    code = 0
     try:
         main(sys.argv[1:])
     except UserError as error:
         rank = os.environ.get('RANK', '0')
         if rank != '0':
             time.sleep(10)  # if rank 0 has the same to say, this process is ended before it repeats it
-        print(f'error: {error}' + f' (rank {rank})' * (rank != '0'), file=sys.stderr, flush=True)
+        tell(f'error: {error}' + f' (rank {rank})' * (rank != '0'))
         dist = sys.modules.get('torch.distributed')
         if dist and dist.is_available() and dist.is_initialized():
             os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
-        sys.exit(2)
+        code = 2
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):  # the last words of a run
+            tell(code)
+            code = 1
     except BrokenPipeError:
         os._exit(1)  # the reader of the output has left, as `| head` does
     except KeyboardInterrupt:
         os._exit(130)  # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being written
+    except OSError:
+        if settle(sys.stdout, '\n'):  # it was not about the output
+            raise
+        code = 1
+    if not settle(sys.stdout):
+        code = code or 1
+    settle(sys.stderr)
+    if code:
+        sys.exit(code)
+
+
+def open_streams():
+    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next file opened would take that
+    number, and with it what libraries print there. What the terminal's encoding lacks is printed as an escape."""
+    for name in ('stdin', 'stdout', 'stderr'):  # in the order of their numbers: a file opened takes the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w', encoding='utf-8'))
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='backslashreplace')
+
+
+def settle(stream, probe=''):
+    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it is told, and dropped together
+    with all that follows: Python would try once more at its end and make the exit code 120."""
+    try:
+        stream.write(probe)
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        tell(f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost')
+        return False
+    return True
+
+
+def tell(message):
+    """Prints to standard error; a full or closed one costs the message only."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def build(cls, overrides):
@@ -75,19 +120,19 @@ def parse(argv, *classes):
 
 
 def at_least(config, **limits):
-    """UserError unless each named field of the dataclass is None or a finite number of at least its limit."""
+    """UserError unless each named field of the dataclass is None or a number of at least its limit, and not HUGE."""
     for name, least in limits.items():
         value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
-            raise UserError(f'{name}={value}: must be at least {least}')
+        if value is not None and not least <= value < HUGE:
+            raise UserError(f'{name}={value}: must be at least {least}' + f' and below {HUGE:g}' * (value >= HUGE))
 
 
 def between(config, **limits):
     """UserError unless each named field of the dataclass is None or lies inside its open interval (low, high)."""
     for name, (low, high) in limits.items():
-        value = getattr(config, name)
+        value, high = getattr(config, name), min(high, HUGE)
         if value is not None and not low < value < high:
-            raise UserError(f'{name}={value}: must be above {low}' + f' and below {high}' * (high < math.inf))
+            raise UserError(f'{name}={value}: must be above {low} and below {high:g}')
 
 
 def convert(cls, values, where):
@@ -109,7 +154,7 @@ def alternatives(annotation):
 
 def check(value, allowed, where):
     """`value` as what the field takes; UserError if it is something else."""
-    is_number = type(value) in (int, float)
+    is_number = type(value) is float or type(value) is int and abs(value) < MAX_INT
     choices = {str(choice): choice for choice in allowed if not isinstance(choice, type)}
     if str(value) in choices:  # as text, so that False means 'False' as well
         return choices[str(value)]
@@ -237,13 +282,16 @@ def evaluate(node, names):
 
 
 def show_help(doc, *sources):
-    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit.
+    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit."""
+    if {'-h', '--help'} & set(sys.argv[1:]):
+        run(lambda _: print(help_text(doc, *sources)))
+        sys.exit(0)
 
-    They are read from the source text, so that help is instant. A dict that the comment of a field names, like
-    SCHEMES, is printed as its keys."""
-    if not {'-h', '--help'} & set(sys.argv[1:]):
-        return
-    print(doc.strip())
+
+def help_text(doc, *sources):
+    """`doc` and the fields of each source, read from the source text, so that help is instant. A dict that the comment of a
+    field names, like SCHEMES, is printed as its keys."""
+    parts = [doc.strip()]
     for source in sources:
         path, name = source.split(':')
         with open(os.path.join(ROOT, path), encoding='utf-8') as file:
@@ -260,7 +308,6 @@ def show_help(doc, *sources):
                 comment = re.sub(r'\w+', lambda m: dicts.get(m[0], m[0]), comment)
                 rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
         widths = [max(map(len, column)) for column in zip(*rows)][:3] + [0]
-        print(f'\n{name} in {path}:')
-        for row in rows:
-            print('  ' + '  '.join(map(str.ljust, row, widths)).rstrip())
-    sys.exit(0)
+        parts.append(f'\n{name} in {path}:')
+        parts += ['  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return '\n'.join(parts)

@@ -2,6 +2,7 @@
 what they are. A folder may come from a stranger: meta.json is read as JSON, bounded in size, and every entry checked.
 """
 import json
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def token_dtype(vocab_size):
 def find_data(dataset):
     """The folder of `dataset`: a name under data/ or a path."""
     named = ROOT / 'data' / dataset
-    return named if named.is_dir() else Path(dataset)
+    return named if os.path.isdir(named) else Path(dataset)  # which does not mind names of any length
 
 
 def read_meta(folder):

@@ -91,7 +91,7 @@ def sample_token(logits, temperature, top_k):
         raise UserError('the model gave non-finite logits: its weights are damaged')
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no overflow however cold
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0: no overflow however cold, nor 0 / 0
     if top_k is not None and top_k < logits.size(-1):
         values, ids = logits.topk(top_k)
         logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)  # exactly top_k of them, ties or not

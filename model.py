@@ -288,8 +288,8 @@ class GPTConfig:
     alpha_init: float | None = None  # eigen learning rates of ngpt at the start; default 0.05
 
     def __post_init__(self):
-        at_least(self, n_layer=1, n_head=1, n_embd=1, vocab_size=1, vocab_used=1, block_size=1, dropout=0)
-        between(self, mu_init=(0, 1), beta_init=(0, 1), gamma_init=(0, math.inf), nu_init=(0, math.inf),
+        at_least(self, n_head=1, n_embd=1, vocab_size=1, vocab_used=1, block_size=1, dropout=0)
+        between(self, n_layer=(0, 10001), mu_init=(0, 1), beta_init=(0, 1), gamma_init=(0, 80), nu_init=(0, 80),
                 alpha_init=(0, math.inf), rope_base=(0, math.inf))
         if self.update not in SCHEMES:
             raise UserError(f'update={self.update!r} is no scheme; choose one of: {", ".join(SCHEMES)}')

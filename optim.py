@@ -146,14 +146,20 @@ class JointOptimizer:
         return state
 
     def load_state_dict(self, state):
-        """Takes a state_dict in, zeros for None (shards, to be filled). Raises ValueError if the names differ: the state of other
-        parameters continues another run."""
+        """Takes a state_dict in, zeros for None (shards, to be filled). Raises ValueError if names, kinds or shapes differ: the
+        state of other parameters continues another run."""
         if state and state.keys() != set(self.names.values()):
             raise ValueError(f'optimizer state of other parameters: {", ".join(sorted(state.keys() ^ set(self.names.values()))[:5])}')
-        for of, params in self.local_states():
+        for optimizer, (of, params) in zip(self.optimizers, self.local_states()):
+            kinds = {'momentum_buffer'} if isinstance(getattr(optimizer, 'optim', optimizer), Muon) else {'step', 'exp_avg', 'exp_avg_sq'}
             for p in params:
                 if self.names[p] in state:
-                    of[p] = {key: like(value, p) for key, value in state[self.names[p]].items()}
+                    held = state[self.names[p]]
+                    if held.keys() != kinds or not all(
+                            value is None and key != 'step' or torch.is_tensor(value) and value.dtype == torch.float32
+                            and value.shape == (() if key == 'step' else p.shape) for key, value in held.items()):
+                        raise ValueError(f'optimizer state that does not fit {self.names[p]}')
+                    of[p] = {key: like(value, p) for key, value in held.items()}
 
 
 def gathered(value):

@@ -10,18 +10,20 @@ if __name__ == '__main__':
     from configurator import show_help
     show_help(__doc__, 'plot.py:PlotConfig')
 
+import errno
 import json
 import math
+import os
 import statistics
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, build, parse, run
+from configurator import HUGE, MAX_INT, UserError, build, parse, run, tell
 
 KEYS = {'train': ('step', 'tokens', 'loss', 'tokens_per_s'), 'evals': ('step', 'tokens', 'train_loss', 'val_loss')}
+COUNTS = ('step', 'tokens')
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')  # colour-blind safe (Okabe, Ito)
 AXES = {'step': 'updates', 'tokens': 'training tokens', 'time': 'training time, minutes'}
 
@@ -38,6 +40,9 @@ class PlotConfig:
     def __post_init__(self):
         if not self.runs:
             raise UserError('no runs: name the folders that train.py wrote, as in `python plot.py out/a out/b`')
+        for name in ('out', 'json'):
+            if getattr(self, name) == '':
+                raise UserError(f'{name} is empty: name a file, or leave it out with --{name}=None')
         if not 0 <= self.smooth <= 1:
             raise UserError(f'smooth={self.smooth}: must be from 0 to 1')
 
@@ -52,10 +57,31 @@ class Run:
     evals: list
 
 
+def count(value):
+    """A record's number of steps, tokens or parameters; ValueError if it is none."""
+    if type(value) not in (int, float) or not 0 <= value < MAX_INT or value != int(value):
+        raise ValueError(f'{value!r:.40} is no count')
+    return int(value)
+
+
+def measure(value):
+    """A record's loss or speed, NaN where it was not finite (JSON's null) or HUGE; ValueError if it is no number."""
+    if value is not None and type(value) not in (int, float):
+        raise ValueError(f'{value!r:.40} is no number')
+    return float(value) if value is not None and abs(value) < HUGE else math.nan
+
+
+def name_of(value):
+    """A scheme's or folder's name, printable and not too long for the table."""
+    return ''.join(char if char.isprintable() else '?' for char in str(value)[:60])
+
+
 def read_run(folder):
     """The Run in `folder`. A last line still being written is left out; UserError if anything else is missing or damaged."""
     path = Path(folder) / 'metrics.jsonl'
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(errno.EINVAL, 'not a file')  # a device or pipe has no end
         lines = path.read_text(encoding='utf-8', errors='replace').split('\n')
     except OSError as error:
         raise UserError(f'{folder}: no run to read there ({path}: {error.strerror}); name the out_dir of a run') from None
@@ -64,17 +90,18 @@ def read_run(folder):
         try:
             record = json.loads(line)
             if 'config' in record:  # one for each start of the run, the last holds
-                head = {'update': str(record['config']['update']), 'params': int(record['params'])}
+                head = {'update': name_of(record['config']['update']), 'params': count(record['params'])}
             for kind, keys in KEYS.items():
                 if keys[-2] in record or keys[-1] in record:
-                    records[kind][record['step']] = {key: float(record[key]) for key in keys}
-        except (ValueError, KeyError, TypeError) as error:
+                    row = {key: (count if key in COUNTS else measure)(record[key]) for key in keys}
+                    records[kind][row['step']] = row
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{path}:{number}: damaged, not a record of train.py ({type(error).__name__}: {error}); mend or '
                             f'delete the line') from None
     if not head:
         raise UserError(f'{path}: no record with the config of the run; it has not started yet, or the file is damaged')
     in_order = {kind: [rows[step] for step in sorted(rows)] for kind, rows in records.items()}
-    return Run(Path(folder).resolve().name, **head, **in_order)
+    return Run(name_of(Path(folder).resolve().name), **head, **in_order)
 
 
 def summary(run):
@@ -117,14 +144,20 @@ def positions(run, x):
         return [r[x] for r in run.train], [r[x] for r in run.evals]
     import numpy as np
     done = np.diff([0] + [r['tokens'] for r in run.train])
-    minutes = np.cumsum(done / np.array([r['tokens_per_s'] for r in run.train])) / 60
+    with np.errstate(divide='ignore', invalid='ignore'):  # a speed of 0 or NaN: a gap
+        minutes = np.cumsum(done / np.array([r['tokens_per_s'] for r in run.train])) / 60
     return minutes, np.interp([r['step'] for r in run.evals], [0] + [r['step'] for r in run.train], [0, *minutes])
 
 
 def smoothed(values, share):
     """Each value averaged with its neighbours, `share` of all values in total; fewer at the ends."""
+    import numpy as np
     reach = round(share * len(values) / 2)
-    return [statistics.fmean(values[max(0, i - reach):i + reach + 1]) for i in range(len(values))]
+    if not reach:
+        return values
+    window = np.ones(2 * reach + 1)
+    total, number = (np.convolve(v, window)[reach:-reach] for v in (values, np.ones(len(values))))
+    return (total / number).tolist()
 
 
 def short(number):
@@ -172,7 +205,9 @@ def draw(runs, cfg):
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.spines[['top', 'right']].set_visible(False)
     axes.grid(alpha=0.2, linewidth=0.6)
-    axes.legend(frameon=False, title='scheme, parameters\n(marked: validation, thin: training)', alignment='left')
+    legend = axes.legend(frameon=False, title='scheme, parameters\n(marked: validation, thin: training)', alignment='left')
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may hold dollar signs
     try:
         Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(cfg.out, dpi=160)
@@ -188,7 +223,9 @@ def main(argv):
     print(comparison(facts))
     if cfg.json is not None:
         try:
-            Path(cfg.json).write_text(json.dumps(facts, indent=1) + '\n', encoding='utf-8')
+            Path(cfg.json).parent.mkdir(parents=True, exist_ok=True)
+            known = [{key: None if value != value else value for key, value in row.items()} for row in facts]  # JSON has no NaN
+            Path(cfg.json).write_text(json.dumps(known, indent=1) + '\n', encoding='utf-8')
         except OSError as error:
             raise UserError(f'json={cfg.json}: cannot be written ({error.strerror})') from None
     if cfg.out is not None:
@@ -196,7 +233,7 @@ def main(argv):
             draw(runs, cfg)
             print(f'picture: {cfg.out}')
         except ImportError:
-            print('warning: no picture without matplotlib; pip install matplotlib', file=sys.stderr)
+            tell('warning: no picture without matplotlib; pip install matplotlib')
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """Device, precision, processes and printing: the preamble that train, sample and bench share."""
 import contextlib
+import math
 import os
 import platform
 import signal
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import ROOT, UserError
+from configurator import ROOT, UserError, settle, tell
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 PEAK_FLOPS = {  # dense 16-bit operations per second by device name (the makers' data sheets); the first match counts
@@ -44,8 +45,10 @@ class Runtime:
     def print(self, *args):
         """Rank 0's voice."""
         if self.is_main:
-            with contextlib.suppress(OSError):  # a closed pipe or a full disk costs the message, not the run
+            try:
                 print(*args, flush=True)
+            except OSError:  # a closed pipe or a full disk costs what is printed, not the run
+                settle(sys.stdout, '\n')
 
     def synchronize(self):
         if self.device.type in ('cuda', 'mps'):
@@ -202,9 +205,13 @@ def rng_state(device):
 
 
 def set_rng_state(device, states):
-    torch.set_rng_state(states[0])
-    if device.type == 'cuda' and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+    """Raises UserError for what is no state of a generator."""
+    try:
+        torch.set_rng_state(states[0])
+        if device.type == 'cuda' and len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f'the checkpoint holds no usable `rng` ({error})') from None
 
 
 class Signals:
@@ -229,7 +236,15 @@ def stop():
 
 
 def warn(message):
-    print(f'warning: {message}', file=sys.stderr, flush=True)
+    tell(f'warning: {message}')
+
+
+def main_memory():
+    """Bytes of this machine's memory, inf where it does not tell."""
+    try:
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 @contextlib.contextmanager
@@ -239,7 +254,7 @@ def memory_for(remedy, failure=UserError):
         yield
     except (RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed')  # torch, of main memory
+        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed', 'multiplication overflow')
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
             raise
         raise failure(f'out of memory ({reason:.200}); {remedy}') from None

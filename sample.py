@@ -9,6 +9,7 @@ if __name__ == '__main__':
     from configurator import show_help
     show_help(__doc__, 'sample.py:SampleConfig')  # before torch is imported: instant
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,11 +46,15 @@ def load(cfg):
     if cfg.init_from in PRETRAINED:
         model, description = checkpoint.pretrained(cfg.init_from), {'kind': 'gpt2'}
     else:
-        path = Path(cfg.init_from)
+        path = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
         if cfg.init_from == 'resume':
-            best, last = (Path(cfg.out_dir) / name for name in ('best.pt', 'ckpt.pt'))
-            path = best if best.exists() else last
-        state = checkpoint.read(path)
+            state = checkpoint.read_latest(path, best=True)
+            if state is None:
+                raise UserError(f'{path}: no such checkpoint there (best.pt, ckpt.pt); train one first or give the right --out_dir')
+        elif os.path.isfile(path):
+            state = checkpoint.read(path)
+        else:
+            raise UserError(f'init_from={path}: neither a checkpoint file nor one of resume, {", ".join(PRETRAINED)}')
         description = state.get('tokenizer')
         if description is None:  # nanoGPT's files do not say
             description = {'kind': 'gpt2'}
@@ -70,17 +75,18 @@ def prompt(start):
 def main(argv):
     cfg = build(SampleConfig, parse(argv, SampleConfig))
     text = prompt(cfg.start)
-    model, tok = load(cfg)
-    ids = tok.encode(text)
-    if not ids:
-        raise UserError('start is empty; give at least one character to continue, such as --start=$\'\\n\'')
-    rt = runtime.start(cfg.device, cfg.dtype)
-    model.to(rt.device)
-    runtime.compile_model(model, cfg.compile, rt)
-    torch.manual_seed(cfg.seed)
-    idx = torch.tensor([ids], device=rt.device).expand(cfg.num_samples, -1)
-    with rt.autocast():
-        out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
+    with runtime.memory_for('lower --num_samples, or sample from a smaller model'):
+        model, tok = load(cfg)
+        ids = tok.encode(text)
+        if not ids:
+            raise UserError('start is empty; give at least one character to continue, such as --start=$\'\\n\'')
+        rt = runtime.start(cfg.device, cfg.dtype)
+        model.to(rt.device)
+        runtime.compile_model(model, cfg.compile, rt)
+        torch.manual_seed(cfg.seed)
+        idx = torch.tensor([ids], device=rt.device).expand(cfg.num_samples, -1)
+        with rt.autocast():
+            out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
     for sample in out.tolist():
         print(tok.decode(sample))
         print('-' * 15)

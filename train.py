@@ -34,7 +34,7 @@ from configurator import UserError, at_least, between, build, convert, parse, ru
 from dataloader import Split, TrainLoader, eval_windows
 from dataset import find_data, read_meta
 from metrics import Metrics, other_units
-from model import GPT, GPTConfig
+from model import GPT, SCHEMES, GPTConfig
 from optim import configure_optimizer, describe, lr_multiplier
 
 STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's mistake
@@ -100,7 +100,7 @@ class TrainConfig:
         at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, eval_batch_size=1, log_interval=0,
                  save_interval=0, keep_last=0, max_skipped=1, seed=0, warmup_iters=0, lr_decay_iters=1, weight_decay=0,
                  muon_weight_decay=0, grad_clip=0, min_lr=0)
-        between(self, learning_rate=(0, math.inf), muon_lr=(0, math.inf), scalar_lr_mult=(0, math.inf), muon_momentum=(0, 1),
+        between(self, learning_rate=(0, 1e6), muon_lr=(0, 1e6), scalar_lr_mult=(0, 1e6), muon_momentum=(0, 1),
                 beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
         if self.sequences >= 2 ** 31:
             raise UserError(f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update')
@@ -116,7 +116,7 @@ class TrainConfig:
             raise UserError('save_sharded=True: only parallel=fsdp has shards to save; leave it out, or undo a checkpoint\'s with '
                             '--save_sharded=False')
 
-    def resolve(self, normalized):
+    def resolve(self, normalized, learns_scalars=True):
         """The same with every None filled in, for a scheme on the sphere or not; UserError for options without effect."""
         optimizer = self.optimizer or ('adamw' if normalized else 'muon')
         rate = self.learning_rate or (15e-4 if normalized else 6e-4)
@@ -129,12 +129,18 @@ class TrainConfig:
             'muon_lr': (muon, 0.004), 'muon_momentum': (muon, 0.95), 'muon_weight_decay': (muon, 0.0), 'muon_qkv': (muon, 'fused'),
             'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else rate / 10),
             'wsd_decay': (decay and self.schedule == 'wsd', 0.2)}
-        if idle := [name for name, (has_effect, _) in defaults.items() if not has_effect and getattr(self, name) is not None]:
-            raise UserError(f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}: '
-                            f'{", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config file\'s with '
-                            f'{" ".join(f"--{name}=None" for name in idle)}')
-        return replace(self, **{name: default for name, (has_effect, default) in defaults.items()
-                                if has_effect and getattr(self, name) is None})
+        needs = {'schedule': decay, 'scalar_lr_mult': learns_scalars, 'wandb_project': self.wandb_log, 'wandb_run_name': self.wandb_log}
+        effects = {name: has_effect for name, (has_effect, _) in defaults.items()} | needs
+        if idle := [name for name, has_effect in effects.items() if not has_effect and getattr(self, name) != getattr(TrainConfig, name)]:
+            raise UserError(f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}, wandb_log={self.wandb_log} '
+                            f'and this scheme: {", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config '
+                            f'file\'s with {" ".join(f"--{name}={getattr(TrainConfig, name)}" for name in idle)}')
+        cfg = replace(self, **{name: default for name, (has_effect, default) in defaults.items()
+                               if has_effect and getattr(self, name) is None})
+        if self.lr_decay_iters is not None and decay and cfg.warmup_iters > cfg.lr_decay_iters:  # without it: a run cut short
+            raise UserError(f'warmup_iters={cfg.warmup_iters} is more than lr_decay_iters={cfg.lr_decay_iters}: the decay would be over '
+                            f'before it begins; lower the one or raise the other')
+        return cfg
 
     @property
     def sequences(self):
@@ -218,11 +224,23 @@ def starting_model(given, cfg, state, meta, resumed):
     return model
 
 
+def refuse_beyond_memory(gpt, batch_size):
+    """UserError where main memory cannot hold what every run puts there first: the matrices, and the ids of a micro-batch."""
+    least, memory = 48 * gpt.n_layer * gpt.n_embd ** 2 + 16 * batch_size * gpt.block_size, runtime.main_memory()
+    if least > memory:
+        raise UserError(f'n_layer={gpt.n_layer}, n_embd={gpt.n_embd}, batch_size={batch_size}, block_size={gpt.block_size} need more than '
+                        f'{least / 2 ** 30:,.0f} GiB of main memory, and this machine has {memory / 2 ** 30:,.0f}; lower them')
+
+
 def preview(given, options):
     """Prints what a run would need, from the meta device."""
+    unread = {'init_from': options.init_from != 'scratch', 'overwrite': options.overwrite, 'eval_only': options.eval_only}
+    if idle := [name for name, is_set in unread.items() if is_set]:
+        raise UserError(f'{idle[0]}={getattr(options, idle[0])} has no effect with dry_run=True, which reads no file and shows a model '
+                        f'from scratch: leave one out')
     with torch.device('meta'):
         model = GPT(build(GPTConfig, given))
-    cfg = options.resolve(model.cfg.normalized)
+    cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
     print(f'{model.cfg}\n{model.num_params():,} parameters, {matrices:,} of them in matrices and tables')
     for gpus in (1, 8, 64):
@@ -296,7 +314,7 @@ def main(argv):
         return preview(given, options)
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
-    if resumed and not {'train_config', 'optimizer', 'scaler', 'rng', 'data'} <= state.keys():
+    if resumed and not {'train_config', *checkpoint.RESUMABLE} <= state.keys():
         raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
                         f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
     if resumed:
@@ -304,10 +322,12 @@ def main(argv):
         if 'shards' in state and options.parallel == 'ddp':
             state = checkpoint.with_shards(state, options.out_dir)
     elif state is None and options.init_from not in PRETRAINED:
-        build(GPTConfig, given)  # its contradictions come before the data's
+        refuse_beyond_memory(build(GPTConfig, given), options.batch_size)  # contradictions come before the data's
     (rank, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
     if 'RANK' not in os.environ and (options.zero or options.parallel == 'fsdp') and not options.eval_only:
         raise UserError('zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out')
+    if 'RANK' not in os.environ and given.get('backend', 'auto') != 'auto':
+        raise UserError(f'backend={options.backend} has no effect on a single process: start with torchrun, or leave it out')
     if accum_steps % world_size:
         raise UserError(f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
                         f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}')
@@ -322,7 +342,9 @@ def main(argv):
     elsewhere = options.parallel == 'fsdp' and (rank or from_shards)  # its weights come from rank 0's or from the shards
     with runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'), torch.device('meta') if elsewhere else contextlib.nullcontext():
         model = starting_model(given, options, state, meta, resumed)
-    cfg = options.resolve(model.cfg.normalized)
+    if not elsewhere:
+        refuse_beyond_memory(model.cfg, options.batch_size)
+    cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
     train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
 
     # device and processes
@@ -366,11 +388,14 @@ def main(argv):
         if state['step'] > cfg.max_iters:
             raise UserError(f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already')
         step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
-        optimizer.load_state_dict(state['optimizer'])
-        if from_shards:
-            sharded.load(cfg.out_dir, state, model, optimizer)
-        if state['scaler']:  # not of a run that had none
-            scaler.load_state_dict(state['scaler'])
+        try:
+            optimizer.load_state_dict(state['optimizer'])
+            if from_shards:
+                sharded.load(cfg.out_dir, state, model, optimizer)
+            if state['scaler']:  # not of a run that had none
+                scaler.load_state_dict(state['scaler'])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise UserError(f'{cfg.out_dir}: the checkpoint does not fit its model: {error}') from None
         before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
         rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
             f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))

@@ -21,5 +21,4 @@ min_lr = learning_rate / 10
 beta1 = 0.9
 beta2 = 0.95
 weight_decay = 0.1  # embeddings; norms and scalars have none
-scalar_lr_mult = 5.0
 grad_clip = 1.0

@@ -63,24 +63,27 @@ def read_files(files, encoding='utf-8', separator=None):
 
 
 def read_text(path, encoding):
-    """The decoded text in blocks; UserError with the offset of the first byte that is not `encoding`."""
+    """The decoded text in blocks; UserError with the offset of the first byte that is not `encoding`, or 0 in UTF-8."""
     try:
         '-'.encode(encoding)  # refuses codecs that are not for text, such as zip
-        decoder = codecs.getincrementaldecoder(encoding)()
-    except LookupError:
+        decoder = codecs.getincrementaldecoder('utf-8-sig' if encoding == 'utf-8' else encoding)()  # a mark in front is no text
+    except (LookupError, UnicodeError):
         raise UserError(f'--encoding={encoding}: unknown to Python; usual are utf-8, utf-16, latin-1, cp1252') from None
     with open(path, 'rb') as file:
         if codecs.lookup(encoding).name != 'utf-8' or file.read(3) != codecs.BOM_UTF8:  # Windows editors' mark is no text
             file.seek(0)
         block = b'-'
         while block:
-            start = file.tell() - len(decoder.getstate()[0])  # a character may lie across two blocks
             block = file.read(BLOCK)
             try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise UserError(f'{path}: byte {start + error.start} is not {encoding} text ({error.reason}); '
-                                'name its encoding, such as --encoding=latin-1, or convert the file') from None
+                text = decoder.decode(block, final=not block)
+                if encoding == 'utf-8' and '\0' in text:
+                    raise UnicodeDecodeError(encoding, block, block.index(0), block.index(0) + 1, 'a zero')
+            except UnicodeError as error:  # some codecs do not tell where
+                offset = file.tell() - len(getattr(error, 'object', block)) + getattr(error, 'start', 0)  # bytes kept from before count
+                raise UserError(f'{path}: byte {offset} is not {encoding} text ({getattr(error, "reason", error)}); name its encoding, such '
+                                f'as --encoding={"utf-16" if 0 in block[:100] else "latin-1"}, or convert the file') from None
+            yield text
 
 
 def cut(blocks):
@@ -231,7 +234,7 @@ def split_by_document(pieces, every, seed):
 def split_by_rule(pieces, val_fraction, seed, continuous):
     """(pieces (split, text, last), the rule in words): by position in one continuous text or a single document, else by
     document. A set of few documents still gets one for validation."""
-    every = round(1 / val_fraction)
+    every = round(1 / max(val_fraction, 1e-9))
     documents = sum(1 for _ in islice((last for _, last in pieces() if last), every))
     if continuous or documents == 1:
         characters = int(survey(pieces)[0] * (1 - val_fraction))

@@ -143,7 +143,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
     done = read_progress(out_dir, identity)
     paths = {split: out_dir / f'{split}.bin{PART}' for split in SPLITS}
     bins = {split: Bin(paths[split], dtype, tokens.byte_lengths, done['bytes'][split]) for split in SPLITS}
-    bar = tqdm(unit=' tokens', unit_scale=True, initial=sum(b.tokens for b in bins.values()), mininterval=1)
+    bar = tqdm(disable=None, unit=' tokens', unit_scale=True, initial=sum(b.tokens for b in bins.values()), mininterval=1)
     saved = time.monotonic()
     try:
         for ids, ended, read in ordered_map(encode, in_chunks(islice(pieces, done['pieces'], None)), num_proc):
@@ -161,7 +161,7 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
         few = [f'{split} has {bins[split].tokens}' for split in SPLITS if bins[split].tokens < MIN_TOKENS]
         if few:
             raise UserError(f'too little text: {" and ".join(few)} tokens, and each of train and val needs at least '
-                            f'{MIN_TOKENS} (to train on it, block_size + 1)')
+                            f'{MIN_TOKENS} (to train on it, block_size + 1); give more text or a larger --val_fraction')
     except UserError:  # the input has to change, so nothing here can be continued
         for path in (*paths.values(), out_dir / PROGRESS):
             path.unlink(missing_ok=True)

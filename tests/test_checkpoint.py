@@ -42,7 +42,7 @@ def state(step, update='gd', **kwargs):
             'tokenizer': TOKENIZER, 'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}},
             'scaler': {},
             'train_config': {'seed': 1, 'min_lr': None}, 'skipped': 0, 'rng': [[torch.get_rng_state()]],
-            'data': {'train': 'x'},
+            'data': {'train': 'x', 'val': 'y'},
             'wandb_id': None}
 
 
@@ -487,7 +487,56 @@ def test_other_contents_are_refused(tmp_path, name):
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize('part', ['model', 'gpt_config', 'train_config'])
+def laughs():
+    """A small object, exponentially large to who walks it."""
+    value = ['ha']
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize('part', ['rng', 'gpt_config', 'scaler', 'model_args', 'version', 'digest', 'model', 'shards'])
+@pytest.mark.parametrize('value', [laughs(), {'n_layer': laughs()}, {'n_layer': {1, 2}}, {'n_layer': b'x'}, {'n_layer': 1j},
+                                   {'n_layer': torch.zeros(2, device='meta')}],
+                         ids=['laughs', 'laughs inside', 'set', 'bytes', 'complex', 'meta'])
+def test_what_has_no_place_in_a_checkpoint_is_refused_at_once(tmp_path, part, value):
+    """Before anything walks or prints it, which would take for ever or fail."""
+    torch.save(state(1) | {'digest': 'x', part: value}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match=r'ckpt\.pt: ') as caught:
+        build_model(read(tmp_path / 'ckpt.pt'), tmp_path / 'ckpt.pt')
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize('part, value', [
+    ('step', '3'), ('step', -1), ('step', True), ('skipped', None), ('best_val_loss', 'x'), ('best_val_loss', None), ('wandb_id', 3), ('data', {}),
+    ('data', {'train': 1, 'val': 2}), ('rng', {}), ('rng', [3]), ('rng', [[]]), ('rng', [[3]]), ('optimizer', []), ('optimizer', {'a': 3}), ('scaler', None),
+    ('model', {3: torch.zeros(2)}), ('model', {'a': torch.zeros(2, dtype=torch.int8)}), ('model', {'a': torch.zeros(2, dtype=torch.complex64)})], ids=repr)
+def test_parts_that_a_resume_could_not_use_are_refused(tmp_path, part, value):
+    content = state(1) | {part: value}
+    torch.save(content | {'digest': digest(content)}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match=rf'ckpt\.pt: holds no .*{part}'):
+        read(tmp_path / 'ckpt.pt')
+
+
+def test_a_packed_archive_is_refused(tmp_path):
+    """A few bytes of it could unpack to any amount of memory."""
+    save(tmp_path, 1)
+    with zipfile.ZipFile(tmp_path / 'ckpt.pt') as file, zipfile.ZipFile(tmp_path / 'small.pt', 'w', zipfile.ZIP_DEFLATED) as packed:
+        for name in file.namelist():
+            packed.writestr(name, file.read(name))
+    with pytest.raises(UserError, match='packed'):
+        read(tmp_path / 'small.pt')
+
+
+@pytest.mark.parametrize('target', ['/dev/zero', 'pipe', '.'])
+def test_what_is_no_file_is_not_read(tmp_path, target):
+    os.mkfifo(tmp_path / 'pipe')
+    (tmp_path / 'ckpt.pt').symlink_to(target)
+    with pytest.raises(UserError, match='not a file'):
+        read(tmp_path / 'ckpt.pt')
+
+
+@pytest.mark.parametrize('part', ['model', 'gpt_config', 'train_config', 'shards'])
 @pytest.mark.parametrize('value', ['x', None, 3, [1]], ids=repr)
 def test_valid_digests_of_wrong_parts_are_refused(tmp_path, part, value):
     content = state(1) | {part: value}
@@ -640,6 +689,17 @@ def test_nanogpt_files_load(tmp_path, prefix, bias):
     built = build_model(found, tmp_path / 'ckpt.pt').eval()
     assert found['step'] == 5000 and built.cfg.update == 'gd'
     assert torch.equal(built(tokens(), return_logits=True)[0], model(tokens(), return_logits=True)[0])
+
+
+@pytest.mark.parametrize('weight', [torch.empty(13, 16, device='meta'), torch.zeros(13, 16).to_sparse(), torch.zeros(13, 16, dtype=torch.int8),
+                                    torch.zeros(1).expand(13, 16), torch.zeros(13, 16, dtype=torch.complex64)], ids=['meta', 'sparse', 'int', 'expanded', 'complex'])
+def test_weights_without_numbers_of_their_own_are_refused(tmp_path, weight):
+    nanogpt_file(tmp_path / 'ckpt.pt', fresh(update='gd'))
+    content = torch.load(tmp_path / 'ckpt.pt')
+    content['model']['transformer.wte.weight'] = weight
+    torch.save(content, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match=r'ckpt\.pt: '):
+        read(tmp_path / 'ckpt.pt')
 
 
 def test_finetuning_from_a_nanogpt_file(tmp_path, data_folder):

@@ -106,6 +106,7 @@ def test_command_line(argv, key, value):
     ('--n_layer=True', 'n_layer takes an integer, not True'),
     ('--n_layer=None', "n_layer takes an integer, not 'None'"),
     ('--n_layer=inf', 'n_layer takes an integer, not inf'),
+    ('--dropout=1' + '0' * 400, 'dropout takes a number, not 1000'),
     ('--n_layer=9223372036854775808', 'n_layer takes an integer, not 9223372036854775808'),
     ('--dropout=', "dropout takes a number, not ''"),
     ('--dropout=nan', 'dropout takes a number, not nan'),
@@ -240,6 +241,7 @@ def test_run(capsys, monkeypatch):
 
     waits = []
     monkeypatch.setattr(configurator.time, 'sleep', waits.append)
+    monkeypatch.setattr(configurator.os, '_exit', sys.exit)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     monkeypatch.delenv('RANK', raising=False)
     message = 'error: n_head does not divide n_embd\n'
@@ -251,7 +253,7 @@ def test_run(capsys, monkeypatch):
             run(main)
         assert exit.value.code == code
         assert capsys.readouterr().err == printed
-    assert waits == [2]  # rank 1 only: rank 0 has the same to say, and ends it before it does
+    assert waits == [10]  # rank 1 only: rank 0 has the same to say, and ends it before it does
     seen = []
     run(seen.extend)
     assert seen == ['--n_layer=6']
@@ -264,6 +266,57 @@ def test_text_that_the_output_cannot_show_is_escaped(monkeypatch):
     run(lambda argv: print('na\u00efve \u4f60 \udcff'))
     out.flush()
     assert out.buffer.getvalue().decode('ascii').strip() == r'na\xefve \u4f60 \udcff'
+
+
+PRINTS = """
+import sys
+sys.path.insert(0, {root!r})
+from configurator import UserError, run
+def main(argv):
+    print('x' * int(argv[0]) + '\\u20ac')
+    if len(argv) > 1:
+        raise {{'user': UserError('a mistake'), 'exit': SystemExit(75), 'words': SystemExit('last words'), 'other': OSError(5, 'of a disk')}}[argv[1]]
+run(main)
+"""
+
+
+def run_print(tmp_path, *args, redirect='', **env):
+    """(exit code, stdout, stderr) of a script that prints, under the shell's `redirect`."""
+    (tmp_path / 'prints.py').write_text(PRINTS.format(root=ROOT), encoding='utf-8')
+    command = f'exec {sys.executable} {tmp_path}/prints.py {" ".join(args)} {redirect}'
+    done = subprocess.run(command, shell=True, capture_output=True, env=os.environ | {'RANK': '0', **env}, timeout=60)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize('size', ['10', '100000'])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(tmp_path, size, unbuffered):
+    code, _, err = run_print(tmp_path, size, redirect='>/dev/full', PYTHONUNBUFFERED=unbuffered)
+    assert code == 1 and err == 'error: <stdout> cannot be written: No space left on device; what is printed there is lost\n'
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')
+@pytest.mark.parametrize('redirect', ['2>/dev/full', '2>&-', '>&- 2>&-', '<&- >&- 2>&-', '>/dev/full 2>/dev/full'])
+@pytest.mark.parametrize('what, code', [('user', 2), ('exit', 75), ('words', 1)])
+def test_exit_codes_outlive_the_streams(tmp_path, redirect, what, code):
+    assert run_print(tmp_path, '10', what, redirect=redirect, PYTHONUNBUFFERED='')[0] == code  # else the print fails before
+
+
+def test_an_error_of_another_file_is_not_taken_for_the_outputs(tmp_path):
+    code, out, err = run_print(tmp_path, '10', 'other')
+    assert code == 1 and out.startswith('x' * 10) and 'Traceback' in err and 'of a disk' in err
+
+
+def test_a_file_opened_under_closed_streams_is_not_printed_into(tmp_path):
+    (tmp_path / 'opens.py').write_text(f'import os, sys\nsys.path.insert(0, {ROOT!r})\nfrom configurator import run\n'
+                                       'run(lambda argv: (open(argv[0], "w"), os.write(1, b"printed"), os.write(2, b"warned")))', encoding='utf-8')
+    subprocess.run(f'exec {sys.executable} {tmp_path}/opens.py {tmp_path}/file <&- >&- 2>&-', shell=True, check=True, timeout=60)
+    assert (tmp_path / 'file').read_text() == ''
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path):
+    assert run_print(tmp_path, '1', PYTHONIOENCODING='ascii') == (0, 'x\\u20ac\n', '')
 
 
 def test_help_is_read_from_the_source(tmp_path, monkeypatch, capsys):

@@ -239,6 +239,10 @@ def test_hub_that_cannot_be_reached(tmp_path, hub):
     ('latin.txt', b'x' * 2**20 + b'na\xefve', r'latin.txt: byte 1048578 is not utf-8.*--encoding=latin-1'),
     ('split.txt', b'x' * (2**20 - 1) + b'\xc3', 'split.txt: byte 1048575 is not utf-8'),
     ('latin.jsonl', b'{"text": "ok"}\n{"text": "\xe9"}', 'latin.jsonl: byte 25 is not utf-8'),
+    ('utf16.txt', 'hello world'.encode('utf-16') * 20, 'utf16.txt: byte 0 is not utf-8.*--encoding=utf-16'),
+    ('utf16le.txt', 'hello world'.encode('utf-16-le') * 20, r'utf16le.txt: byte 1 is not utf-8 text \(a zero\).*--encoding=utf-16'),
+    ('zero.txt', b'x' * 2**20 + b'ab\0', 'zero.txt: byte 1048578 is not utf-8'),
+    ('marked.txt', b'\xef\xbb\xbfab\xff', 'marked.txt: byte 5 is not utf-8'),
     ('bad.jsonl', b'{"text": "a"}\n\n{"text": \n', 'bad.jsonl:3: not valid JSON'),
     ('deep.jsonl', b'[' * 100000, 'deep.jsonl:1: not valid JSON'),
     ('list.jsonl', b'["a"]', "list.jsonl:1: no field 'text'"),
@@ -272,7 +276,9 @@ def test_bad_inputs_and_options(tmp_path, stories):
     for key, value, message in [('num_proc', 0, 'at least 1'), ('max_docs', 0, 'at least 1'),
                                 ('val_fraction', 0, 'above 0'), ('val_fraction', 0.9, 'at most 0.5'),
                                 ('encoding', 'utf-9', 'unknown to Python'),
-                                ('encoding', 'zip', 'unknown to Python'), ('nproc', 1, 'num_proc')]:
+                                ('encoding', 'zip', 'unknown to Python'), ('encoding', 'undefined', 'unknown to Python'),
+                                ('encoding', 'punycode', 'is not punycode text'), ('encoding', 'utf-16', 'is not utf-16 text'),
+                                ('nproc', 1, 'num_proc')]:
         with pytest.raises(UserError, match=message):
             prepare('tinystories', tmp_path / 'out', stories, **{key: value})
 
@@ -322,6 +328,14 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, data):
     (tmp_path / 'bad.txt').write_bytes(b'\xef\xbb\xbfab\xff')
     with pytest.raises(UserError, match='bad.txt: byte 5 is not utf-8'):
         prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'bad.txt')
+
+
+@pytest.mark.parametrize('val_fraction', [1e-320, 1e-12, 1e-3])
+def test_a_val_fraction_of_nothing(tmp_path, val_fraction, stories):
+    (tmp_path / 'in.txt').write_text('abc' * 100, encoding='utf-8')
+    with pytest.raises(UserError, match='too little text: val has [01] tokens.*larger --val_fraction'):
+        prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt', val_fraction=val_fraction)
+    assert prepare('tinystories', tmp_path / 'stories', stories, val_fraction=val_fraction)['source']['documents']['val'] == 1
 
 
 def test_half_a_character_in_json(tmp_path):

@@ -520,6 +520,9 @@ def test_unknown_update_lists_the_table():
     (['velocity_init', 'ones', 'learned', 'zero'], dict(velocity_init='ones')),
     (['rope_base', '0'], dict(pos='rope', rope_base=0.0)),
     (['rope_base', 'learned'], dict(pos='learned', rope_base=5000.0)),
+    (['n_layer', '10001'], dict(n_layer=10001)),  # building 2^62 layers takes for ever
+    (['gamma_init', '700'], dict(update='lt_nag', gamma_init=700.0)),  # whose raw value overflows
+    (['rope_base', '1e+300'], dict(pos='rope', rope_base=1e300)),
 ])
 def test_contradictions(match, kwargs):
     rejected(match, **kwargs)

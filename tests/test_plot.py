@@ -2,6 +2,7 @@
 import builtins
 import json
 import math
+import time
 
 import pytest
 
@@ -38,6 +39,46 @@ def test_a_resumed_run_counts_each_step_once_and_takes_the_last_config(tmp_path)
     assert (run.update, run.params, [r['step'] for r in run.evals], run.evals[-1]['val_loss']) == ('lt_nag', 7, [0, 50, 100], 2.1)
 
 
+@pytest.mark.parametrize('record, message', [
+    ({'step': [1], 'tokens': 1, 'loss': 1.0, 'tokens_per_s': 1.0}, 'no count'), ({'step': 1e400, 'tokens': 1, 'loss': 1.0, 'tokens_per_s': 1.0}, 'no count'),
+    ({'step': True, 'tokens': 1, 'loss': 1.0, 'tokens_per_s': 1.0}, 'no count'), ({'step': 1, 'tokens': -1, 'loss': 1.0, 'tokens_per_s': 1.0}, 'no count'),
+    ({'step': 1, 'tokens': 10**400, 'loss': 1.0, 'tokens_per_s': 1.0}, 'no count'), ({'step': 1, 'tokens': 1, 'loss': '1.0', 'tokens_per_s': 1.0}, 'no number'),
+    ({'step': 1, 'tokens': 1, 'loss': {}, 'tokens_per_s': 1.0}, 'no number'), ({'config': {'update': 'gd'}, 'params': 10**400}, 'no count'),
+    ({'config': [], 'params': 1}, 'TypeError')], ids=str)
+def test_records_of_other_kinds_are_told(tmp_path, record, message):
+    with pytest.raises(UserError, match=f'metrics.jsonl:15: damaged.*{message}'):
+        plot.main([write_run(tmp_path / 'a', tail=json.dumps(record) + '\n'), '--out=None'])
+
+
+def test_a_deeply_nested_record_is_told(tmp_path):
+    with pytest.raises(UserError, match='metrics.jsonl:15: damaged'):
+        plot.main([write_run(tmp_path / 'a', tail='[' * 100_000 + '\n'), '--out=None'])
+
+
+@pytest.mark.parametrize('value', [None, math.inf, -math.inf, 1e308, 10**400], ids=['null', 'inf', '-inf', '1e308', '10^400'])
+@pytest.mark.parametrize('x', ['step', 'tokens', 'time'])
+def test_numbers_that_cannot_be_drawn_are_gaps(tmp_path, value, x, capsys):
+    """A run that diverged: train.py writes null for a loss that is not finite."""
+    tail = ''.join(json.dumps({'step': step, 'tokens': 1000 * step, **losses}) + '\n' for step in (110, 120) for losses in (
+        {'loss': value, 'tokens_per_s': value}, {'train_loss': value, 'val_loss': value}))
+    plot.main([write_run(tmp_path / 'a', tail=tail), f'--x={x}', f'--out={tmp_path}/c.png', f'--json={tmp_path}/new/c.json'])
+    facts, = json.loads((tmp_path / 'new/c.json').read_text(), parse_constant=lambda name: pytest.fail(f'{name} is not JSON'))
+    assert facts['val_loss'] is None and facts['best_val_loss'] == 2.5 and (tmp_path / 'c.png').exists()
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """No mathematics between dollar signs, no line breaks, no page of text."""
+    folder = write_run(tmp_path / 'a$\\frac$\n', update='$\\frac{$' + 'x' * 1000)
+    plot.main([folder, folder, f'--out={tmp_path}/c.png'])
+    assert (tmp_path / 'c.png').exists() and plot.read_run(folder).name == 'a$\\frac$?' and len(plot.read_run(folder).update) == 60
+
+
+def test_a_device_is_no_record(tmp_path):
+    (tmp_path / 'metrics.jsonl').symlink_to('/dev/zero')
+    with pytest.raises(UserError, match='not a file'):
+        plot.main([str(tmp_path), '--out=None'])
+
+
 def test_nan_is_shown_but_never_best(tmp_path):
     facts = plot.summary(plot.read_run(write_run(tmp_path / 'a', evals=[(0, math.nan), (50, 3.0), (100, math.nan)])))
     assert math.isnan(facts['val_loss']) and facts['best_val_loss'] == 3.0
@@ -71,6 +112,7 @@ def test_bad_folders_are_told(tmp_path, content, message):
 
 
 @pytest.mark.parametrize('args, message', [([], 'no runs'), (['--out=x.png'], 'no runs'), (['a', '--x=hours'], 'x takes'),
+                                           (['a', '--out='], 'out is empty.*--out=None'), (['a', '--json='], 'json is empty'),
                                            (['a', '--smooth=2'], 'smooth')])
 def test_bad_options_are_told(args, message):
     with pytest.raises(UserError, match=message):
@@ -139,8 +181,14 @@ def test_a_run_without_records_leaves_an_empty_picture(tmp_path, monkeypatch):
 
 def test_smoothing_averages_neighbours_and_keeps_a_constant():
     assert plot.smoothed([0.0, 0, 3, 0, 0], share=0.4) == [0, 1, 1, 1, 0]
-    assert plot.smoothed([2.0] * 9, share=1) == [2.0] * 9
+    assert plot.smoothed([2.0] * 9, share=1) == plot.smoothed([2.0] * 9, share=0.9) == [2.0] * 9
+    assert plot.smoothed([1.0, 2.0, 6.0], share=0.6) == [1.5, 3.0, 4.0] and plot.smoothed([], share=1) == []
     assert plot.smoothed([1.0, 5.0], share=0) == [1.0, 5.0]
+
+
+def test_smoothing_a_long_run_takes_seconds():
+    t0 = time.process_time()
+    assert len(plot.smoothed([1.0] * 200_000, share=0.05)) == 200_000 and time.process_time() - t0 < 10
 
 
 def test_short_numbers():

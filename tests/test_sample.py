@@ -1,5 +1,6 @@
 """sample.py: a checkpoint is all it needs."""
 
+import math
 import re
 import shutil
 
@@ -86,7 +87,44 @@ def test_best_is_taken_then_the_last(draw, run_folder, tmp_path):
     assert draw(temperature=0, out_dir=tmp_path)[2] == expected
 
 
+@pytest.mark.parametrize('content', [b'', b'damaged'])
+def test_a_damaged_best_falls_back_to_the_last_with_one_warning(draw, run_folder, tmp_path, capsys, content):
+    expected = draw(temperature=0, init_from=run_folder / 'ckpt.pt')[2]
+    shutil.copy(run_folder / 'ckpt.pt', tmp_path)
+    (tmp_path / 'best.pt').write_bytes(content)
+    code = call(sample.main, arguments(dict(out_dir=tmp_path, start='abc', num_samples=1, max_new_tokens=12, temperature=0, device='cpu', dtype='float32')))
+    out, err = capsys.readouterr()
+    assert code == (0, '') and out.startswith(expected[0])
+    assert err.count('warning: ') == 1 and 'best.pt' in err and 'falling back to ckpt.pt' in err
+
+
+def test_nothing_readable_is_told_without_a_promise(draw, tmp_path, capsys):
+    for name in ('best.pt', 'ckpt.pt'):
+        (tmp_path / name).write_bytes(b'damaged')
+    code = call(sample.main, [f'--out_dir={tmp_path}'])
+    assert code[0] == 2 and 'ckpt.pt' in code[1] and capsys.readouterr().err.count('falling back') == 1
+
+
+def test_a_temperature_beyond_float32_is_greedy(draw):
+    assert draw(temperature=1e-320, start='cde')[2] == draw(temperature=0, start='cde')[2]
+
+
+@pytest.mark.parametrize('num_samples', [2**40, 2**62])
+def test_more_samples_than_memory_are_a_users_mistake(draw, num_samples):
+    code, message, samples = draw(num_samples=num_samples)
+    assert code == 2 and 'out of memory' in message and '--num_samples' in message and samples == []
+
+
+def test_damaged_weights_are_told(draw, tmp_path, run_folder):
+    state = checkpoint.read(run_folder / 'ckpt.pt')
+    state['model'] = {name: w * math.nan for name, w in state['model'].items()}
+    torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
+    code, message, _ = draw(out_dir=tmp_path)
+    assert code == 2 and 'non-finite logits' in message
+
+
 @pytest.mark.parametrize('options, message', [
+    (dict(init_from='scratch'), 'init_from=scratch: neither a checkpoint file nor one of resume, gpt2'),
     (dict(start='abcXYé'), "'X', 'Y', '\\\\xe9'"), (dict(start=''), 'start is empty'),
     (dict(start='FILE:missing.txt'), 'missing.txt'),
     (dict(out_dir='no-such-run'), r'no-such-run.*no such checkpoint.*--out_dir'),

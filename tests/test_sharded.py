@@ -115,7 +115,7 @@ def test_names_that_lead_elsewhere_are_refused(shards, saved):
     content = checkpoint.load(folder / 'ckpt.pt') | {'shards': shards}
     content['digest'] = checkpoint.digest(content)
     torch.save(content, folder / 'hostile.pt')
-    with pytest.raises(UserError, match='not readable as the shards'):
+    with pytest.raises(UserError, match='not readable as the shards|holds no `shards`'):
         read(folder / 'hostile.pt')
 
 

@@ -577,6 +577,15 @@ def test_overwrite_leaves_nothing_of_the_old_run(data_folder, finished, tmp_path
     (dict(decay_lr=False, min_lr=0.0), 'no effect.*min_lr|min_lr.*no effect'),
     (dict(decay_lr=False, lr_decay_iters=9), 'lr_decay_iters'),
     (dict(wsd_decay=0.1), 'wsd_decay'), (dict(decay_lr=False, schedule='wsd', wsd_decay=0.1), 'wsd_decay'),
+    (dict(update='gd', scalar_lr_mult=2), 'no effect.*scalar_lr_mult=2.*--scalar_lr_mult=5.0'), (dict(update='ngpt', scalar_lr_mult=2), 'scalar_lr_mult'),
+    (dict(backend='gloo'), 'backend=gloo.*torchrun'), (dict(wandb_project='x'), 'wandb_project=x'), (dict(wandb_run_name='x'), 'wandb_run_name=x'),
+    (dict(decay_lr=False, schedule='wsd'), 'schedule=wsd.*--schedule=cosine'), (dict(warmup_iters=3, lr_decay_iters=2), 'warmup_iters=3 .*lr_decay_iters=2'),
+    (dict(learning_rate=1e308), 'learning_rate.*1e.06'), (dict(weight_decay=1e300), 'weight_decay.*1e.30'),
+    (dict(n_layer=10**9), 'n_layer'), (dict(n_embd=2**24), 'main memory'), (dict(n_embd=2**62), 'main memory'),
+    (dict(batch_size=2**30, gradient_accumulation_steps=1), 'main memory'),
+    (dict(dataset='x' * 5000), 'File name too long'),
+    (dict(dry_run=True, init_from='gpt2'), 'init_from=gpt2 has no effect.*dry_run'), (dict(dry_run=True, eval_only=True), 'eval_only'),
+    (dict(dry_run=True, overwrite=True), 'overwrite'),
     (dict(update='gd', mu_init=0.3), 'mu_init'), (dict(update='ngpt', dropout=0.1), 'dropout'),
     (dict(zero=True), 'zero'), (dict(parallel='fsdp'), 'fsdp'), (dict(parallel='fsdp', zero=True), 'fsdp'),
 ], ids=str)
@@ -585,6 +594,46 @@ def test_mistakes_are_told_before_anything_is_written(options, message, data_fol
     outcome = train(options.pop('dataset'), tmp_path / 'out', **options)
     assert outcome.code == 2 and re.search(message, outcome.message), outcome
     assert not (tmp_path / 'out').exists()
+
+
+def test_memory_that_the_model_does_not_get_is_a_users_mistake(data_folder, tmp_path, monkeypatch):
+    """Below what the machine has in all, but not to be had."""
+    monkeypatch.setattr('runtime.main_memory', lambda: 2.0**70)
+    outcome = train(data_folder, tmp_path / 'out', n_embd=2**24)
+    assert outcome.code == 2 and re.search('out of memory.*smaller model', outcome.message) and not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('where, told', [('update', '--batch_size=2 --gradient_accumulation_steps=4'), ('evaluate', '--eval_batch_size=6')])
+def test_memory_that_runs_out_in_training_ends_it_in_one_message(where, told, data_folder, tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
+    monkeypatch.setattr(f'train.{where}', fail)
+    outcome = train(data_folder, tmp_path / 'out')
+    assert outcome.code == 1 and 'out of memory' in outcome.message and told in outcome.message
+
+
+def test_a_full_device_costs_the_messages_and_not_the_run(data_folder, tmp_path):
+    """/dev/full is standard output and standard error: the run ends well, a mistake still has its code."""
+    if not os.path.exists('/dev/full'):
+        pytest.skip('no /dev/full here')
+    with open('/dev/full', 'w') as full:
+        for options, code in ((dict(), 0), (dict(batch_size=0), 2)):
+            command = [sys.executable, str(ROOT / 'train.py'), *arguments({**SMALL, 'dataset': data_folder, 'out_dir': tmp_path / 'out', **options})]
+            assert subprocess.run(command, stdout=full, stderr=full, env=os.environ | {'OMP_NUM_THREADS': '1'}, timeout=100).returncode == code
+    assert (tmp_path / 'out/ckpt.pt').exists() and records(tmp_path / 'out')[-1]['step'] == SMALL['max_iters']
+
+
+def test_hostile_parts_of_a_full_state_are_told(data_folder, finished, tmp_path):
+    state = checkpoint.read(finished / 'ckpt.pt')
+    name = next(iter(state['optimizer']))
+    for part, value in [('optimizer', {**state['optimizer'], name: {'momentum_buffer': 7}}), ('optimizer', {**state['optimizer'], name: {}}),
+                        ('rng', [[torch.zeros(5, dtype=torch.uint8)]]), ('rng', [[torch.zeros(5056)]]), ('gpt_config', {'update': 'x'}),
+                        ('train_config', {'batch_size': [1]}), ('train_config', {'learning_rate': 1e308})]:
+        (tmp_path / 'out').mkdir(exist_ok=True)
+        content = state | {part: value}
+        torch.save(content | {'digest': checkpoint.digest(content)}, tmp_path / 'out/ckpt.pt')
+        outcome = train(data_folder, tmp_path / 'out', init_from='resume', max_iters=7)
+        assert outcome.code == 2 and outcome.message, (part, value)
 
 
 @pytest.mark.parametrize('accumulation, processes, nearest', [(2, 4, 4), (5, 2, 4), (40, 16, 32), (41, 8, 40)])
