@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from configurator import UserError
 
-FEW = 16  # rows of a matmul up to which its time is that of reading the weights
-
 
 class KVCache:
     """Keys and values of one layer's earlier tokens. Velocity runs along depth, this along time: no rule sees it."""
@@ -102,25 +100,24 @@ class Decoder(nn.Module):
     """A trained GPT made ready to generate, in place: it can't be trained any more. Called and used as the GPT itself.
 
     A token costs the time of reading every weight once, so the weights of the matmuls are stored in `dtype`, the one they
-    are multiplied in, and laid out as one token's products read them fastest. `compiled`: steps of one token run compiled,
-    on CUDA as one graph; the first of a shape takes long.
+    are multiplied in, and on a CPU in the layout that BLAS reads fastest. `compiled`, which takes its time at the first
+    token: on a CPU matrix-vector products are made by compiled code; on CUDA the whole step of one token is, as one graph.
     """
 
     def __init__(self, model, dtype, compiled=False):
         super().__init__()
-        self.model, self.cfg, self.cache = model, model.cfg, None
+        self.model, self.cfg, self.step, self.cache = model, model.cfg, None, None
         on_cpu = model.lm_head.weight.device.type == 'cpu'
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 weight = module.weight.detach().to(dtype)
-                if on_cpu and not compiled:
-                    weight = weight.t().contiguous().t()  # BLAS is nearly twice as fast down its columns
+                if on_cpu and not compiled and dtype == torch.float32:
+                    weight = weight.t().contiguous().t()  # down its columns BLAS is up to twice as fast
                 module.weight = nn.Parameter(weight, requires_grad=False)  # the head's is the token table no more
                 if on_cpu and compiled:
                     module.forward = functools.partial(linear, module)
-        self.step = None
-        if compiled:
-            self.step = torch.compile(model, dynamic=False, fullgraph=True, mode=None if on_cpu else 'reduce-overhead')
+        if compiled and not on_cpu:
+            self.step = torch.compile(model, dynamic=False, fullgraph=True, mode='reduce-overhead')
 
     def new_cache(self, capacity):
         if self.step is None:
@@ -147,9 +144,13 @@ class Decoder(nn.Module):
 
 
 def linear(module, x):
-    """F.linear; for few rows as a sum of products, which the compiler makes one pass over the weights at the memory's speed."""
-    if x.numel() > FEW * x.size(-1):
+    """F.linear whose product with a single row is compiled code: it reads the weights at the memory's speed, BLAS at half of it."""
+    if x.numel() > x.size(-1):
         return F.linear(x, module.weight, module.bias)
-    rows = x.reshape(-1, x.size(-1)).float()
-    y = (module.weight[:, None] * rows).sum(-1).t().reshape(*x.shape[:-1], -1).to(module.weight.dtype)
+    y = matvec(module.weight, x.flatten()).to(module.weight.dtype).view(*x.shape[:-1], -1)
     return y if module.bias is None else y + module.bias
+
+
+@functools.partial(torch.compile, dynamic=False)
+def matvec(w, x):
+    return (w.float() * x.float()).sum(-1)
