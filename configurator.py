@@ -165,11 +165,19 @@ def check(value, allowed, where):
             return float(value)
         if kind is bool and type(value) in (bool, int) and value in (0, 1):
             return bool(value)
-        if kind is str and isinstance(value, str) and '\0' not in value:
+        if kind is str and is_text(value):
             return value
-        if kind is tuple and isinstance(value, tuple) and all(isinstance(item, str) and item for item in value):
+        if kind is tuple and isinstance(value, tuple) and all(item and is_text(item) for item in value):
             return value
     raise UserError(f'{where} takes {describe(allowed)}, not {value!r:.80}{nearest(str(value), choices)}')
+
+
+def is_text(value):
+    """Whether it is a string that a command line could hold: no NUL, and no surrogates but those of undecodable bytes."""
+    try:
+        return isinstance(value, str) and b'\0' not in value.encode('utf-8', 'surrogateescape')
+    except UnicodeEncodeError:
+        return False
 
 
 def describe(allowed):

@@ -507,6 +507,14 @@ def test_what_has_no_place_in_a_checkpoint_is_refused_at_once(tmp_path, part, va
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize('value', [{1, 2}, b'x', 1j, torch.float64, laughs()], ids=['set', 'bytes', 'complex', 'dtype', 'laughs'])
+def test_only_tensors_and_plain_values_are_read(tmp_path, value, monkeypatch):
+    monkeypatch.setattr('checkpoint.digest', lambda state: 'valid')
+    torch.save(state(1) | {'spare': [value], 'digest': 'valid'}, tmp_path / 'ckpt.pt')
+    with pytest.raises(UserError, match='has no place in a checkpoint|in two places'):
+        read(tmp_path / 'ckpt.pt')
+
+
 @pytest.mark.parametrize('part, value', [
     ('step', '3'), ('step', -1), ('step', True), ('skipped', None), ('best_val_loss', 'x'), ('best_val_loss', None), ('wandb_id', 3), ('data', {}),
     ('data', {'train': 1, 'val': 2}), ('rng', {}), ('rng', [3]), ('rng', [[]]), ('rng', [[3]]), ('optimizer', []), ('optimizer', {'a': 3}), ('scaler', None),
@@ -524,7 +532,7 @@ def test_a_packed_archive_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / 'ckpt.pt') as file, zipfile.ZipFile(tmp_path / 'small.pt', 'w', zipfile.ZIP_DEFLATED) as packed:
         for name in file.namelist():
             packed.writestr(name, file.read(name))
-    with pytest.raises(UserError, match='packed'):
+    with pytest.raises(UserError, match='packed: it would take'):
         read(tmp_path / 'small.pt')
 
 
