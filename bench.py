@@ -4,6 +4,8 @@ Compares how fast and how large update schemes are, side by side, at any size, o
     python bench.py                                       gd, lt_nag and ngpt, small: a minute or two on a laptop
     python bench.py --schemes gd lt_nag gd:pos=rope:mlp=swiglu --n_layer=12 --n_embd=768 --block_size=1024 --batch_size=1
     python bench.py --schemes gd lt_nag lt_nag:velocity_init=zero --peer=hf --json=results/bench.json
+    python bench.py --suite=cpu --json=results/bench_cpu.json      what README's table tells, some 20 minutes on two cores
+    python bench.py --table=results/bench_cpu.json                 that table, from the file
 
 A scheme may carry model options of its own after colons; all other options go for all. Without any of n_layer, n_head,
 n_embd and block_size the model is small; with one of them, those not given are GPTConfig's. The schemes take turns, in an
@@ -15,6 +17,7 @@ if __name__ == '__main__':
     show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')  # before torch is imported: instant
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -38,6 +41,7 @@ from tqdm import tqdm
 
 import runtime
 from configurator import UserError, at_least, build, parse, run
+from generation import Decoder
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from plot import table
@@ -45,8 +49,27 @@ from train import TrainConfig, update
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEER = 'hf_gpt2'
+FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
+BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
+SUITES = {name: {  # title: options; time is compared with the first scheme's
+    'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
+                                                      '--batch_size=64 --what=train --memory=False --peer=hf',
+    f'training, 124M, {size} x 1024': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False --peer=hf',
+    f'training, 124M, {size} x 1024, Euler': f'{BIG} --schemes euler_gd euler_nag euler_polyak --what=train --batch_size={size} --memory=False',
+    f'training, 124M, {size} x 1024, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=train --batch_size={size} --memory=False',
+    'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
+    'generation, 124M, one text, float32': f'{BIG} --schemes gd lt_nag polyak lt_tmm euler_nag --what=generate --max_new_tokens=200 '
+                                           f'--dtype=float32 --compile=True --peer=hf',
+    'generation, 124M, one text, float32, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=generate --max_new_tokens=200 '
+                                                 f'--dtype=float32 --compile=True',
+    'generation, 124M, one text, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --compile=True',
+    'generation, 124M, eight texts, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8 --compile=True',
+} for name, size in {'cpu': 1, 'cuda': 16}.items()}
 PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
-ONLY_FOR = {'train': ('steps', 'batch_size', 'optimizer', 'memory', 'compile'), 'generate': ('gen_batch', 'prompt_tokens', 'max_new_tokens')}
+ONLY_FOR = {  # options: the stages that they matter to
+    ('steps', 'memory'): {'train'}, ('batch_size', 'optimizer'): {'train', 'memory'}, ('rounds',): {'train', 'generate'},
+    ('gen_batch', 'prompt_tokens', 'max_new_tokens'): {'generate'}}
+SUITE_OPTIONS = {'suite', 'json', 'device', 'rounds', 'seed'}
 WARMUP_STEPS = 2  # of the memory measurement: from the second on, the optimizer's state lies beside the gradients
 
 
@@ -55,7 +78,9 @@ class BenchConfig:
     """What is measured."""
     schemes: tuple[str, ...] = ('gd', 'lt_nag', 'ngpt')  # NAME or NAME:option=value:...; the first is the measure
     peer: Literal['none', 'hf'] = 'none'  # hf: also transformers' GPT-2 of that size, float32, plain AdamW
-    what: tuple[str, ...] = ('train', 'generate')  # either or both
+    suite: Literal['cpu', 'cuda'] | None = None  # instead of all of the above and sizes: the workloads of README's table
+    table: str | None = None  # instead of measuring: print README's table from the file of a suite
+    what: tuple[str, ...] = ('train', 'generate')  # either or both, or memory alone
     rounds: int = 5  # measurements of each scheme, after one that does not count
     steps: int = 1  # training steps in a measurement
     batch_size: int = 4  # sequences of block_size tokens in a step
@@ -69,12 +94,12 @@ class BenchConfig:
     seed: int = 1337  # of the weights and the random tokens
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
-    compile: Literal['auto', 'True', 'False'] = 'auto'  # training only; auto: on CUDA
+    compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
         at_least(self, rounds=1, steps=1, batch_size=1, gen_batch=1, prompt_tokens=1, max_new_tokens=1, seed=0)
-        if unknown := [name for name in self.what if name not in ('train', 'generate')]:
-            raise UserError(f'what={unknown[0]}: choose train, generate, or both: --what=train,generate')
+        if unknown := [name for name in self.what if name not in ('train', 'generate', 'memory')]:
+            raise UserError(f'what={unknown[0]}: choose among train, generate, memory: --what=train,generate')
         if self.profile and 'train' not in self.what:
             raise UserError('profile=True looks at a training step; add train to --what')
 
@@ -112,6 +137,7 @@ class Scheme:
         self.model = GPT(gpt_cfg).to(rt.device)
         self.params, self.flops = self.model.num_params(), flops_per_token(self.model)
         self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
+        self.optimizer = self.decoder = None
         if 'train' in cfg.what:
             runtime.compile_model(self.model, cfg.compile, rt)
             train_cfg = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size).resolve(gpt_cfg.normalized)
@@ -123,9 +149,11 @@ class Scheme:
         update(self.model, self.model, self.optimizer, self.scaler, itertools.repeat(batch), 1, self.grad_clip, self.rt)
 
     def generate(self):
-        # every token lengthens the cache: compiled code would be compiled over and over
-        with self.rt.autocast(), torch.compiler.set_stance('force_eager'):
-            return self.model.generate(self.prompt, self.cfg.max_new_tokens)
+        if self.decoder is None:  # no more training
+            self.optimizer = None
+            self.decoder = Decoder(self.model, self.rt.dtype, runtime.to_compile(self.cfg.compile, self.rt))
+        with self.rt.autocast():
+            return self.decoder.generate(self.prompt, self.cfg.max_new_tokens)
 
 
 class HuggingFace:
@@ -297,14 +325,59 @@ def check_json(path):
 
 def main(argv):
     given = parse(argv, GPTConfig, BenchConfig)
+    cfg = build(BenchConfig, given)
+    if cfg.table is not None:
+        return print(markdown(cfg.table))
+    if cfg.json is not None:
+        check_json(Path(cfg.json))
+    if cfg.suite is None:
+        found = compare(given)
+    else:
+        if idle := sorted(given.keys() - SUITE_OPTIONS):
+            raise UserError(f'{idle[0]}={given[idle[0]]}: suite={cfg.suite} has its own; with it go {", ".join(sorted(SUITE_OPTIONS))}')
+        common = [f'--{key}={given[key]}' for key in given.keys() & {'device', 'rounds', 'seed'}]
+        found = {'suite': []}
+        for title, options in SUITES[cfg.suite].items():
+            print(f'\n==== {title}: {options}')
+            shared = [option for option in common if '--what=memory' not in options or '--rounds' not in option]
+            found['suite'].append({'title': title} | compare(parse([*options.split(), *shared], GPTConfig, BenchConfig)))
+            gc.collect()
+    if cfg.json is not None:
+        Path(cfg.json).write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
+        print(f'\nevery number: {cfg.json}')
+
+
+def markdown(path):
+    """A suite's file as a table for README."""
+    try:
+        suite = json.loads(Path(path).read_text(encoding='utf-8'))['suite']
+        rows = ['| workload | scheme | milliseconds (middle half) | tokens/s | time / first (middle half) | peak memory |', '|---|---|---|---|---|---|']
+        for one in suite:
+            for record in one['results']:
+                timed = next((record[stage] for stage in ('train', 'generate') if stage in record), None)
+                cells = ['', '', '']
+                if timed:
+                    ms, ratio = ({key: value * scale for key, value in timed[name].items()} for name, scale in (('seconds_spread', 1e3), ('relative_spread', 1)))
+                    cells = [f'{ms["median"]:,.1f} ({ms["q1"]:,.1f} to {ms["q3"]:,.1f})', f'{timed["tokens_per_s"]:,.0f}',
+                             f'{ratio["median"]:.3f} ({ratio["q1"]:.3f} to {ratio["q3"]:.3f})']
+                peak = record['peak_memory_bytes']
+                cells = [one['title'], f'`{record["scheme"]}`', *cells, f'{peak / 2 ** 30:.2f} GiB' if peak else '']
+                rows.append(f'| {" | ".join(cells)} |')
+        return '\n'.join(rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f'table={path}: not the file of a suite ({error}); make one with --suite=cpu --json={path}') from None
+
+
+def compare(given):
+    """Measures what the checked options ask for -> the facts and every number, as a dict for JSON."""
     if 'update' in given:
         raise UserError(f'update={given["update"]}: bench.py compares several; write --schemes {given["update"]} ...')
     cfg = build(BenchConfig, given)
     gpt_given = {key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__}
     gpt_given = gpt_given if SMALL.keys() & gpt_given else SMALL | gpt_given
     entries = [(text, scheme_config(text, gpt_given)) for text in cfg.schemes]
-    for stage, options in ONLY_FOR.items():
-        if idle := [name for name in options if name in given and stage not in cfg.what]:
+    for options, stages in ONLY_FOR.items():
+        if idle := [name for name in options if name in given and not stages & set(cfg.what)]:
             raise UserError(f'no effect with what={",".join(cfg.what)}: {", ".join(f"{name}={given[name]}" for name in idle)}; leave out')
     if cfg.peer == 'hf':
         if unlike := [name for name, value in PEER_HAS.items() if gpt_given.get(name) not in (None, value)]:
@@ -320,23 +393,21 @@ def main(argv):
         if 'generate' in cfg.what and cfg.prompt_tokens + cfg.max_new_tokens > gpt_cfg.block_size:
             raise UserError(f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='
                             f'{gpt_cfg.block_size} of {name}; lower them, or leave generation out with --what=train')
-    if cfg.json is not None:
-        check_json(Path(cfg.json))
     rt = runtime.start(cfg.device, cfg.dtype)
     if rt.distributed:
         raise UserError('bench.py measures one process: run it with python, not with torchrun')
     with runtime.memory_for(f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'):
-        measure(entries, cfg, rt)
+        return measure(entries, cfg, rt)
 
 
 def measure(entries, cfg, rt):
-    """All that cfg asks for, of the entries (name, GPTConfig): prints the tables, writes the JSON file."""
+    """All that cfg asks for, of the entries (name, GPTConfig): prints the tables and returns every number."""
     about = facts(cfg, rt, *['transformers'] * (cfg.peer == 'hf'))
     print(f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
           f'{about["dtype"]}')
-    memory = cfg.memory and 'train' in cfg.what and rt.device.type != 'mps'  # Metal keeps no peak
+    memory = (cfg.memory and 'train' in cfg.what or 'memory' in cfg.what) and rt.device.type != 'mps'  # Metal keeps no peak
     block_size = entries[0][1].block_size
-    with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len(set(cfg.what))), disable=None, leave=False) as bar:
+    with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar:
         def tick(stage):
             return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
 
@@ -344,6 +415,7 @@ def measure(entries, cfg, rt):
         for i, entry in enumerate(entries if memory else ()):  # first, while no other model is there to compete with
             tick('memory')(entry[0])
             peaks[i] = peak_bytes(*entry, cfg)
+        torch._dynamo.config.recompile_limit = 1000  # each scheme's model runs through the same code
         contenders = [contender(*entry, cfg, rt) for entry in entries]
         records = [{'scheme': one.name, 'parameters': one.params, 'peak_memory_bytes': peak, 'flops_per_token': one.flops,
                     'gpt_config': one.gpt_cfg and asdict(one.gpt_cfg)} for one, peak in zip(contenders, peaks)]
@@ -356,6 +428,7 @@ def measure(entries, cfg, rt):
             for record, result in zip(records, results(seconds, cfg.steps, cfg.steps * cfg.batch_size * block_size)):
                 known = peak_flops and record['flops_per_token']
                 record['train'] = result | {'mfu': known and record['flops_per_token'] * result['tokens_per_s'] / peak_flops}
+        profiles = [f'{one.name}: one training step\n{operations(one)}' for one in contenders if cfg.profile]
         if 'generate' in cfg.what:
             seconds = race(contenders, lambda one: one.generate(), cfg.rounds, rt, tick('generate'))
             for record, result in zip(records, results(seconds, cfg.max_new_tokens, cfg.max_new_tokens * cfg.gen_batch)):
@@ -367,11 +440,11 @@ def measure(entries, cfg, rt):
         if stage in cfg.what:
             print(f'\n{title}; median of {cfg.rounds} round{"s" * (cfg.rounds > 1)}')
             print(speed_table(records, stage, rt.device.type == 'cuda'))
-    for one in contenders if cfg.profile else ():
-        print(f'\n{one.name}: one training step\n{operations(one)}')
-    if cfg.json is not None:
-        Path(cfg.json).write_text(json.dumps(about | {'results': records}, indent=1) + '\n', encoding='utf-8')
-        print(f'\nevery number: {cfg.json}')
+    for profile in profiles:
+        print(f'\n{profile}')
+    if 'memory' in cfg.what:
+        print('\n' + '\n'.join(f'{record["scheme"]}: peak memory {record["peak_memory_bytes"] or 0:,} bytes' for record in records))
+    return about | {'results': records}
 
 
 if __name__ == '__main__':

@@ -21,6 +21,7 @@ import runtime
 import tokenizer
 from checkpoint import PRETRAINED
 from configurator import UserError, at_least, build, parse, run
+from generation import Decoder
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SampleConfig:
     seed: int = 1337
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls
-    compile: Literal['auto', 'True', 'False'] = 'False'  # to try compiled code; slower, since the text's every length is compiled
+    compile: Literal['auto', 'True', 'False'] = 'auto'  # faster tokens after a first that takes long; auto: on CUDA
 
     def __post_init__(self):
         at_least(self, num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
@@ -81,12 +82,11 @@ def main(argv):
         if not ids:
             raise UserError('start is empty; give at least one character to continue, such as --start=$\'\\n\'')
         rt = runtime.start(cfg.device, cfg.dtype)
-        model.to(rt.device)
-        runtime.compile_model(model, cfg.compile, rt)
+        decoder = Decoder(model.to(rt.device), rt.dtype, runtime.to_compile(cfg.compile, rt))
         torch.manual_seed(cfg.seed)
         idx = torch.tensor([ids], device=rt.device).expand(cfg.num_samples, -1)
         with rt.autocast():
-            out = model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
+            out = decoder.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
     for sample in out.tolist():
         print(tok.decode(sample))
         print('-' * 15)

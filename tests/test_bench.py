@@ -10,6 +10,7 @@ import bench
 import runtime
 from bench import BenchConfig, Scheme, flops_per_token, race, results, scheme_config, spread
 from configurator import UserError
+from conftest import call
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from train import TrainConfig
@@ -243,3 +244,41 @@ def test_the_table_has_three_figures_whatever_the_size():
     tables = [bench.speed_table([record(scale)], 'train', False) for scale in (1.23456, 0.0123456, 1.2e-6)]
     cells = [table.splitlines()[-1].split()[2] for table in tables]
     assert cells == ['1,235', '12.3', '0.00120']
+
+
+# a suite and its table
+
+def test_a_suite_runs_its_workloads_and_its_file_is_a_table(tmp_path, monkeypatch, capsys):
+    small = '--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=13'
+    monkeypatch.setitem(bench.SUITES, 'cpu', {'training': f'{small} --schemes gd lt_nag --what=train --memory=False',
+                                              'memory': f'{small} --schemes gd --what=memory --batch_size=2',
+                                              'generation': f'{small} --schemes gd --what=generate --prompt_tokens=2 --max_new_tokens=3'})
+    path = tmp_path / 'suite.json'
+    assert call(bench.main, ['--suite=cpu', f'--json={path}', '--rounds=2', '--device=cpu']) == (0, '')
+    suite = json.loads(path.read_text())['suite']
+    assert [one['title'] for one in suite] == ['training', 'memory', 'generation'] and suite[0]['config']['rounds'] == 2
+    capsys.readouterr()
+    assert call(bench.main, [f'--table={path}']) == (0, '')
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [['training', '`gd`'], ['training', '`lt_nag`'], ['memory', '`gd`'], ['generation', '`gd`']]
+    times = suite[0]['results'][1]['train']
+    assert rows[3][2].startswith(f'{1e3 * times["seconds_spread"]["median"]:,.1f} (') and rows[3][4].startswith(f'{times["relative_spread"]["median"]:.3f} (')
+    assert rows[2][4].startswith('1.000') and rows[4][5].endswith('GiB') and rows[4][2] == ''
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['--suite=cpu', '--n_layer=2'], 'n_layer=2: suite=cpu has its own'),
+    (['--suite=tpu'], 'cpu or cuda'),
+    (['--table=none.json'], 'not the file of a suite'),
+    (['--table=__init__.py'], 'not the file of a suite')])
+def test_mistakes_with_a_suite(argv, message):
+    code, text = call(bench.main, argv)
+    assert code == 2 and message in text
+
+
+def test_every_suite_is_made_of_valid_options():
+    for suite in bench.SUITES.values():
+        for options in suite.values():
+            given = bench.parse(options.split(), GPTConfig, bench.BenchConfig)
+            for scheme in bench.build(bench.BenchConfig, given).schemes:
+                bench.scheme_config(scheme, {key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__})
