@@ -138,7 +138,7 @@ class Scheme:
         self.params, self.flops = self.model.num_params(), flops_per_token(self.model)
         self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
         self.optimizer = self.decoder = None
-        if 'train' in cfg.what:
+        if {'train', 'memory'} & set(cfg.what):
             runtime.compile_model(self.model, cfg.compile, rt)
             train_cfg = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size).resolve(gpt_cfg.normalized)
             self.optimizer, self.grad_clip = configure_optimizer(self.model, train_cfg, rt.dtype), train_cfg.grad_clip
@@ -170,7 +170,7 @@ class HuggingFace:
             **sizes, **drop, n_positions=gpt_cfg.block_size, bos_token_id=None, eos_token_id=None)).to(rt.device).train()
         self.params = sum(p.numel() for p in self.model.parameters())
         self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
-        if 'train' in cfg.what:
+        if {'train', 'memory'} & set(cfg.what):
             runtime.compile_model(self.model, cfg.compile, rt)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=TrainConfig().resolve(False).learning_rate)
 
