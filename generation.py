@@ -90,10 +90,13 @@ def sample_token(logits, temperature, top_k):
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0: no overflow however cold, nor 0 / 0
+    ids = None
     if top_k is not None and top_k < logits.size(-1):
-        values, ids = logits.topk(top_k)
-        logits = torch.full_like(logits, -math.inf).scatter(-1, ids, values)  # exactly top_k of them, ties or not
-    return torch.multinomial(logits.softmax(-1), 1)
+        logits, ids = logits.topk(top_k)  # exactly top_k of them, ties or not
+    sums = logits.double().softmax(-1).cumsum(-1)  # one random number a row, where torch.multinomial draws one for each token
+    drawn = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device) * sums[:, -1:]
+    choice = torch.searchsorted(sums, drawn, right=True)  # the first sum above it: no token of probability 0
+    return choice if ids is None else ids.gather(-1, choice)
 
 
 class Decoder(nn.Module):
