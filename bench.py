@@ -59,11 +59,13 @@ SUITES = {name: {  # title: options; time is compared with the first scheme's
     f'training, 124M, {size} x 1024, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=train --batch_size={size} --memory=False',
     'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'generation, 124M, one text, float32': f'{BIG} --schemes gd lt_nag polyak lt_tmm euler_nag --what=generate --max_new_tokens=200 '
-                                           f'--dtype=float32 --compile=True --peer=hf',
+                                           f'--dtype=float32 --peer=hf',
     'generation, 124M, one text, float32, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=generate --max_new_tokens=200 '
-                                                 f'--dtype=float32 --compile=True',
-    'generation, 124M, one text, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --compile=True',
-    'generation, 124M, eight texts, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8 --compile=True',
+                                                 f'--dtype=float32',
+    'generation, 124M, one text, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200',
+    'generation, 124M, eight texts, float32': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8 '
+                                             f'--dtype=float32',
+    'generation, 124M, eight texts, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8',
 } for name, size in {'cpu': 1, 'cuda': 16}.items()}
 PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
 ONLY_FOR = {  # options: the stages that they matter to
@@ -151,7 +153,7 @@ class Scheme:
     def generate(self):
         if self.decoder is None:  # no more training
             self.optimizer = None
-            self.decoder = Decoder(self.model, self.rt.dtype, runtime.to_compile(self.cfg.compile, self.rt))
+            self.decoder = Decoder(self.model, self.rt.dtype, self.cfg.gen_batch, runtime.to_compile(self.cfg.compile, self.rt, decoding=True))
         with self.rt.autocast():
             return self.decoder.generate(self.prompt, self.cfg.max_new_tokens)
 

@@ -82,7 +82,7 @@ def main(argv):
         if not ids:
             raise UserError('start is empty; give at least one character to continue, such as --start=$\'\\n\'')
         rt = runtime.start(cfg.device, cfg.dtype)
-        decoder = Decoder(model.to(rt.device), rt.dtype, runtime.to_compile(cfg.compile, rt))
+        decoder = Decoder(model.to(rt.device), rt.dtype, cfg.num_samples, runtime.to_compile(cfg.compile, rt, decoding=True))
         torch.manual_seed(cfg.seed)
         idx = torch.tensor([ids], device=rt.device).expand(cfg.num_samples, -1)
         with rt.autocast():

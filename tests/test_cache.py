@@ -226,7 +226,7 @@ def test_generates_under_autocast(update, use_cache):
 def make_decoder(request, monkeypatch):
     """static: what is compiled, as it is before the compiler has seen it."""
     monkeypatch.setattr(torch, 'compile', lambda model, **options: model)
-    return lambda model, dtype=torch.float32: Decoder(model, dtype, request.param == 'static')
+    return lambda model, dtype=torch.float32: Decoder(model, dtype, 3, request.param == 'static')
 
 
 def test_a_decoder_gives_the_models_tokens(update, make_decoder):
@@ -259,7 +259,8 @@ def test_a_decoders_bfloat16_weights_are_near(update, make_decoder):
             cache = decoder.new_cache(BLOCK)
             decoder(idx[:, :-1], cache=cache)
             assert relative_error(decoder(idx[:, -1:], cache=cache)[0].float(), expected) < 0.05
-    assert model.lm_head.weight.dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
+    head = model.lm_head
+    assert (head.packed if head.weight is None else head.weight).dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
 
 
 def test_a_compiled_step_gives_the_eager_logits():
