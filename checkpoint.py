@@ -194,8 +194,9 @@ class Saver:
         except (OSError, RuntimeError, ValueError, MemoryError) as error:  # torch's writer turns disk errors into RuntimeError
             delete([temporary])
             return self.failed(path, error)
-        delete(history(self.folder)[self.keep_last:])
-        remove_idle_shards(self.folder, self.best)
+        if name == 'ckpt.pt':  # not before: it names the newest shards
+            delete(history(self.folder)[self.keep_last:])
+            remove_idle_shards(self.folder, self.best)
         return True
 
     def failed(self, path, error):

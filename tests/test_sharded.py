@@ -83,6 +83,24 @@ def test_shards_that_nothing_names_are_deleted(saved, group):
     assert [path.name for path in sharded.folders(folder)] == ['shards-00000001', 'shards-00000003', 'shards-00000004']  # 1: best.pt's
 
 
+def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, capsys):
+    """best.pt of step 3 fails and is written with step 4's save, before ckpt.pt names step 4's shards."""
+    folder, _ = saved
+    model, optimizer = trained()
+    saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), checkpoint.os.replace
+
+    def failing(source, target):
+        if target.name == 'best.pt':
+            raise OSError(28, 'No space left on device')
+        replace(source, target)
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint.os, 'replace', failing)
+        saver.save(state(model, optimizer, 3), best=True)
+        assert not saver.wait()
+    saver.save(state(model, optimizer, 4))
+    assert saver.wait() and read(folder / 'ckpt.pt')['step'] == 4 and read(folder / 'best.pt')['step'] == 3
+
+
 def shard(folder):
     return next((folder / 'shards-00000002').glob('*.safetensors'))
 
