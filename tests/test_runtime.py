@@ -1,5 +1,6 @@
 """runtime.py: which device, which precision, which process this is; what happens where nothing can be compiled."""
 import itertools
+import platform
 import subprocess
 import sys
 import threading
@@ -182,3 +183,18 @@ def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
         for thread in threads:
             thread.join(20)
         assert found == {rank: [f'{other} {order}' for other in range(3)] for rank in range(3)}
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='it is glibc that is told to')
+def test_freed_memory_serves_the_next_tensors():
+    """Ten tensors of 64 MiB after another: the pages of one, not of ten, have to be cleared by the system."""
+    program = '''import resource, runtime, torch
+runtime.start('cpu')
+for i in range(11):
+    if i == 1: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(2 ** 24).fill_(i)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)'''
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 16384, done.stderr
