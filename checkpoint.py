@@ -433,6 +433,7 @@ def main(argv):
     state.pop('shards', None)
     if not Saver(target.parent).write(target.name, state):
         raise SystemExit(1)
+    print(f'{target}: {target.stat().st_size:,} bytes')
 
 
 if __name__ == '__main__':

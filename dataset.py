@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import tokenizer
-from configurator import UserError
+from configurator import UserError, nearest
 
 ROOT = Path(__file__).resolve().parent
 SPLITS = ('train', 'val')
@@ -89,4 +89,6 @@ def how_to_prepare(folder):
     if folder.name in scripts:
         same = folder.resolve() == (ROOT / 'data' / folder.name).resolve()
         return f'run: python {scripts[folder.name]}' + ('' if same else f' --out_dir={folder}')
+    if near := nearest(folder.name, scripts):
+        return f'no data set of that name{near}'
     return f'prepare it with: python data/NAME/prepare.py --out_dir={folder} (NAME: {", ".join(scripts)})'

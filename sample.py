@@ -49,6 +49,8 @@ def load(cfg):
     else:
         path = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
         if cfg.init_from == 'resume':
+            if os.path.isfile(path):
+                raise UserError(f'out_dir={path} is a file, not a run\'s folder; write --init_from={path}')
             state = checkpoint.read_latest(path, best=True)
             if state is None:
                 raise UserError(f'{path}: no such checkpoint there (best.pt, ckpt.pt); train one first or give the right --out_dir')

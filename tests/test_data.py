@@ -577,3 +577,8 @@ def test_missing_data_names_the_command(tmp_path, monkeypatch):
     (tmp_path / 'data' / 'tinystories' / 'prepare.py').touch()
     with pytest.raises(UserError, match=r'No such file.*run: python data.tinystories.prepare.py$'):
         dataset.read_meta(dataset.find_data('tinystories'))
+
+
+def test_a_misspelt_data_set_is_guessed():
+    with pytest.raises(UserError, match=r"no data set of that name; did you mean 'pystdlib_char'\?"):
+        dataset.read_meta('pystdlib_cha')

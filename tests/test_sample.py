@@ -181,3 +181,9 @@ def test_weights_that_are_not_finite_are_told(draw, tmp_path, run_folder):
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
     code, message, samples = draw(out_dir=tmp_path)
     assert code == 2 and 'non-finite' in message and samples == []
+
+
+def test_a_file_in_place_of_a_run(tmp_path):
+    (tmp_path / 'whole.pt').write_bytes(b'')
+    code, message = call(sample.main, [f'--out_dir={tmp_path}/whole.pt'])
+    assert code == 2 and f'write --init_from={tmp_path}/whole.pt' in message
