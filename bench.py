@@ -51,13 +51,13 @@ SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEER = 'hf_gpt2'
 FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
 BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
-SUITES = {name: {  # title: options; time is compared with the first scheme's
+SUITES = {name: {  # title: options; time is compared with the first scheme's. Memory first, while this process holds none
+    'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
                                                       '--batch_size=64 --what=train --memory=False --peer=hf',
     f'training, 124M, {size} x 1024': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False --peer=hf',
     f'training, 124M, {size} x 1024, Euler': f'{BIG} --schemes euler_gd euler_nag euler_polyak --what=train --batch_size={size} --memory=False',
     f'training, 124M, {size} x 1024, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=train --batch_size={size} --memory=False',
-    'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'generation, 124M, one text, float32': f'{BIG} --schemes gd lt_nag lt_tmm euler_nag --what=generate --max_new_tokens=200 '
                                            f'--dtype=float32 --peer=hf',
     'generation, 124M, one text, float32, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=generate --max_new_tokens=200 '
