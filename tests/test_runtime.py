@@ -189,12 +189,17 @@ def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='it is glibc that is told to')
 def test_freed_memory_serves_the_next_tensors():
-    """Ten tensors of 64 MiB after another: the pages of one, not of ten, have to be cleared by the system."""
-    program = '''import resource, runtime, torch
-runtime.start('cpu')
-for i in range(11):
-    if i == 1: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    """Tensors of 64 MiB after another: not each has to have its 16,384 pages cleared by the system."""
+    program = '''import resource, runtime, sys, torch
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def cleared(i):
+    before = faults()
     torch.empty(2 ** 24).fill_(i)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)'''
-    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert int(done.stdout) < 16384, done.stderr
+    return faults() - before
+if len(sys.argv) == 1:
+    runtime.start('cpu')
+print(min(cleared(i) for i in range(30)))'''
+    kept, given_back = (int(subprocess.run([sys.executable, '-c', program, *more], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout)
+                        for more in ([], ['unasked']))
+    assert kept < 100 and given_back > 10000
