@@ -66,7 +66,7 @@ def read_text(path, encoding):
     """The decoded text in blocks; UserError with the offset of the first byte that is not `encoding`, or 0 in UTF-8."""
     try:
         '-'.encode(encoding)  # refuses codecs that are not for text, such as zip
-        decoder = codecs.getincrementaldecoder('utf-8-sig' if encoding == 'utf-8' else encoding)()  # a mark in front is no text
+        decoder = codecs.getincrementaldecoder(encoding)()
     except (LookupError, UnicodeError):
         raise UserError(f'--encoding={encoding}: unknown to Python; usual are utf-8, utf-16, latin-1, cp1252') from None
     with open(path, 'rb') as file:
