@@ -174,13 +174,12 @@ def main(argv):
             raise UserError(f'tasks={name}: no such task{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists them')
     lm = HarnessLM(model, tok, rt, cfg.batch_size)
     try:
-        results = simple_evaluate(lm, tasks=manager.match_tasks(list(cfg.tasks)), num_fewshot=cfg.num_fewshot, limit=cfg.limit, task_manager=manager,
-                                  log_samples=False, torch_random_seed=cfg.seed, fewshot_random_seed=cfg.seed)
+        with runtime.memory_for(f'lower --batch_size={cfg.batch_size}'):
+            results = simple_evaluate(lm, tasks=manager.match_tasks(list(cfg.tasks)), num_fewshot=cfg.num_fewshot, limit=cfg.limit,
+                                      task_manager=manager, log_samples=False, torch_random_seed=cfg.seed, fewshot_random_seed=cfg.seed)
     except OSError as error:
         raise UserError(f'tasks={",".join(cfg.tasks)}: their data cannot be had ({str(error).splitlines()[0]:.200}); it takes a connection to '
                         f'Hugging Face once, later its cache') from None
-    except torch.OutOfMemoryError:
-        raise UserError(f'out of memory on {rt.device}: lower --batch_size={cfg.batch_size}') from None
     print('\n'.join(make_table(results, column) for column in ('results', 'groups') if results.get(column)))
     print(f'{lm.truncated:,} of {lm.requests:,} requests did not fit block_size={lm.max_length} and were seen without their beginning')
     if cfg.json is not None:
