@@ -48,9 +48,15 @@ class Scale(nn.Module):
         return self.raw * self.ratio
 
 
-def retract(x, dim=-1):
+def inverse_norm(x, dim=-1):
+    """1 / ||x||_2 along an axis, which stays."""
+    return torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp(min=1e-12).reciprocal()
+
+
+def retract(x):
     """Norm(x) = x / ||x||_2: back onto the unit sphere (nGPT, section 2.1), in float32 at least."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * inverse_norm(x)  # a product: the gradient of a quotient takes twice the passes
 
 
 def pre_norm(cfg):
@@ -124,7 +130,7 @@ class Sphere(UpdateRule):
     normalized = True
 
     def forward(self, x, v, oracle):
-        return retract(x + self.alpha().abs() * (retract(oracle(x)) - x)), v
+        return retract(torch.lerp(x, retract(oracle(x)), self.alpha().abs())), v
 
 
 class SphereNesterov(UpdateRule):
@@ -229,7 +235,7 @@ class MLP(nn.Module):
     def forward(self, x):
         h = self.c_fc(x)
         if self.s_uv is not None:
-            h = h * (self.s_uv() * x.size(-1) ** 0.5)  # sqrt(d): unit rows give v a std of 1/sqrt(d), too small for SiLU
+            h = h * (self.s_uv() * x.size(-1) ** 0.5).to(h.dtype)  # sqrt(d): with unit rows v has std 1/sqrt(d), small for SiLU
         if self.swiglu:
             u, v = h.chunk(2, dim=-1)
         h = u * F.silu(v) if self.swiglu else F.gelu(h)
@@ -361,14 +367,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def normalize_weights(self):
-        """Puts every matrix back on the unit sphere along its embedding axis, if the scheme lives there.
-
-        Must follow each optimizer step; optim.configure_optimizer hooks it to the step.
-        """
+        """Puts the matrices of a normalized scheme back on the unit sphere; configure_optimizer hooks it to each step."""
         if self.cfg.normalized:
             for module in self.modules():
                 if isinstance(module, (Linear, Embedding)):
-                    module.weight.copy_(retract(module.weight, dim=module.embd_axis))
+                    module.weight.mul_(inverse_norm(module.weight, module.embd_axis))
 
     def num_params(self):
         """Trainable parameters, a tied table counted once."""
@@ -415,10 +418,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name, **overrides):
-        """OpenAI's weights in update='gd': gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder; needs transformers.
-
-        overrides: GPTConfig fields, such as dropout.
-        """
+        """OpenAI's weights (gpt2, ..., gpt2-xl, or a folder) in update='gd'; overrides: GPTConfig fields. Needs transformers."""
         from transformers import GPT2LMHeadModel
         source = GPT2LMHeadModel.from_pretrained(name)
         hf = source.config
