@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import operator
 import os
 import platform
 import shlex
@@ -69,7 +70,7 @@ SUITES = {name: {  # title: options; time is compared with the first scheme's. M
 } for name, size in {'cpu': 1, 'cuda': 16}.items()}
 PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
 ONLY_FOR = {  # options: the stages that they matter to
-    ('steps', 'memory'): {'train'}, ('batch_size', 'optimizer'): {'train', 'memory'}, ('rounds',): {'train', 'generate'},
+    ('steps', 'memory'): {'train'}, ('batch_size', 'gradient_accumulation_steps', 'optimizer'): {'train', 'memory'}, ('rounds',): {'train', 'generate'},
     ('gen_batch', 'prompt_tokens', 'max_new_tokens'): {'generate'}}
 SUITE_OPTIONS = {'suite', 'json', 'device', 'rounds', 'seed'}
 WARMUP_STEPS = 2  # of the memory measurement: from the second on, the optimizer's state lies beside the gradients
@@ -85,7 +86,8 @@ class BenchConfig:
     what: tuple[str, ...] = ('train', 'generate')  # either or both, or memory alone
     rounds: int = 5  # measurements of each scheme, after one that does not count
     steps: int = 1  # training steps in a measurement
-    batch_size: int = 4  # sequences of block_size tokens in a step
+    batch_size: int = 4  # sequences of block_size tokens in a micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches in a training step; the optimizer's work is per step
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon's work is per update: beside one micro-batch it looks too big
     gen_batch: int = 1  # sequences generated at once
     prompt_tokens: int = 32  # that they start from
@@ -99,7 +101,7 @@ class BenchConfig:
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        at_least(self, rounds=1, steps=1, batch_size=1, gen_batch=1, prompt_tokens=1, max_new_tokens=1, seed=0)
+        at_least(self, rounds=1, steps=1, batch_size=1, gradient_accumulation_steps=1, gen_batch=1, prompt_tokens=1, max_new_tokens=1, seed=0)
         if unknown := [name for name in self.what if name not in ('train', 'generate', 'memory')]:
             raise UserError(f'what={unknown[0]}: choose among train, generate, memory: --what=train,generate')
         if self.profile and 'train' not in self.what:
@@ -131,7 +133,7 @@ def flops_per_token(model):
 
 
 class Scheme:
-    """One of our schemes, trained as train.py does: forward, backward, clip, optimizer, on one micro-batch."""
+    """One of our schemes, trained as train.py does: forward, backward, clip, optimizer."""
 
     def __init__(self, name, gpt_cfg, cfg, rt):
         self.name, self.cfg, self.rt, self.gpt_cfg = name, cfg, rt, gpt_cfg
@@ -148,7 +150,8 @@ class Scheme:
 
     def step(self):
         batch = self.tokens[:, :-1], self.tokens[:, 1:]
-        update(self.model, self.model, self.optimizer, self.scaler, itertools.repeat(batch), 1, self.grad_clip, self.rt)
+        update(self.model, self.model, self.optimizer, self.scaler, itertools.repeat(batch),
+               self.cfg.gradient_accumulation_steps, self.grad_clip, self.rt)
 
     def generate(self):
         if self.decoder is None:  # no more training
@@ -177,8 +180,9 @@ class HuggingFace:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=TrainConfig().resolve(False).learning_rate)
 
     def step(self):
-        x = self.tokens[:, :-1]
-        self.model(x, labels=x, use_cache=False).loss.backward()  # it shifts the labels itself
+        x, micro_steps = self.tokens[:, :-1], self.cfg.gradient_accumulation_steps
+        for _ in range(micro_steps):
+            (self.model(x, labels=x, use_cache=False).loss / micro_steps).backward()  # it shifts the labels itself
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), TrainConfig.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -199,8 +203,36 @@ def random_tokens(gpt_cfg, cfg, rt):
     return [torch.randint(gpt_cfg.vocab_used, shape, generator=generator).to(rt.device) for shape in shapes]
 
 
+class Apart:
+    """A peer on the CPU in a process of its own, as its user would have it: none of runtime.start's settings, which ours get."""
+
+    def __init__(self, name, *args):
+        self.name, self.gpt_cfg, self.flops = name, None, None
+        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn'), initializer=Apart.begin, initargs=(name, *args))
+        self.params = self.ask(operator.attrgetter('params'))
+
+    @staticmethod
+    def begin(*args):
+        Apart.one = HuggingFace(*args)
+
+    def ask(self, act):
+        return self.pool.submit(Apart.answer, act).result()
+
+    @staticmethod
+    def answer(act):
+        return act(Apart.one)
+
+    def step(self):
+        self.ask(HuggingFace.step)
+
+    def generate(self):
+        return self.ask(HuggingFace.generate)
+
+
 def contender(name, *args):
-    return (HuggingFace if name == PEER else Scheme)(name, *args)
+    if name != PEER:
+        return Scheme(name, *args)
+    return (Apart if args[-1].device.type == 'cpu' else HuggingFace)(name, *args)
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -236,7 +268,7 @@ def peak_bytes_here(name, gpt_cfg, cfg):
     rt = runtime.start(cfg.device, cfg.dtype)
     if name == PEER and rt.device.type == 'cpu':
         runtime.keep_freed_memory(False)  # as its user would have it
-    one = contender(name, gpt_cfg, cfg, rt)
+    one = (HuggingFace if name == PEER else Scheme)(name, gpt_cfg, cfg, rt)
     for _ in range(WARMUP_STEPS):
         one.step()
     if rt.device.type == 'cuda':
@@ -410,7 +442,7 @@ def measure(entries, cfg, rt):
     print(f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
           f'{about["dtype"]}')
     memory = (cfg.memory and 'train' in cfg.what or 'memory' in cfg.what) and rt.device.type != 'mps'  # Metal keeps no peak
-    block_size = entries[0][1].block_size
+    block_size, sequences = entries[0][1].block_size, cfg.batch_size * cfg.gradient_accumulation_steps
     with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar:
         def tick(stage):
             return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
@@ -429,16 +461,17 @@ def measure(entries, cfg, rt):
                     one.step()
             seconds = race(contenders, steps, cfg.rounds, rt, tick('train'))
             peak_flops = rt.peak_flops() if rt.dtype != torch.float32 else None  # it is bfloat16's
-            for record, result in zip(records, results(seconds, cfg.steps, cfg.steps * cfg.batch_size * block_size)):
+            for record, result in zip(records, results(seconds, cfg.steps, cfg.steps * sequences * block_size)):
                 known = peak_flops and record['flops_per_token']
                 record['train'] = result | {'mfu': known and record['flops_per_token'] * result['tokens_per_s'] / peak_flops}
-        profiles = [f'{one.name}: one training step\n{operations(one)}' for one in contenders if cfg.profile]
+        profiles = [f'{one.name}: one training step\n{one.ask(operations) if isinstance(one, Apart) else operations(one)}'
+                    for one in contenders if cfg.profile]
         if 'generate' in cfg.what:
             seconds = race(contenders, lambda one: one.generate(), cfg.rounds, rt, tick('generate'))
             for record, result in zip(records, results(seconds, cfg.max_new_tokens, cfg.max_new_tokens * cfg.gen_batch)):
                 record['generate'] = result
 
-    titles = {'train': f'training: {cfg.batch_size} x {block_size} tokens a step, {cfg.optimizer}',
+    titles = {'train': f'training: {sequences} x {block_size} tokens a step in {cfg.gradient_accumulation_steps}, {cfg.optimizer}',
               'generate': f'generation: {cfg.gen_batch} x {cfg.max_new_tokens} tokens after {cfg.prompt_tokens}, KV cache'}
     for stage, title in titles.items():
         if stage in cfg.what:

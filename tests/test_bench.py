@@ -192,7 +192,7 @@ def test_peak_memory_is_of_a_fresh_process():
 def test_peak_memory_is_that_of_two_steps(monkeypatch):
     """The first step makes Adam's state, the second holds it beside the gradients."""
     taken = []
-    monkeypatch.setattr(bench, 'contender', lambda *args: SimpleNamespace(step=lambda: taken.append(args[0])))
+    monkeypatch.setattr(bench, 'Scheme', lambda *args: SimpleNamespace(step=lambda: taken.append(args[0])))
     assert bench.peak_bytes_here('gd', tiny(), BenchConfig(device='cpu')) > 2 ** 20 and taken == ['gd', 'gd']
 
 
