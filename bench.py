@@ -49,14 +49,17 @@ from plot import table
 from train import TrainConfig, update
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
-PEER = 'hf_gpt2'
+PEERS = {'hf': 'hf_gpt2', 'hf_tuned': 'hf_gpt2_tuned'}
 FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
 BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
 SUITES = {name: {  # title: options; time is compared with the first scheme's. Memory first, while this process holds none
     'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
-                                                      '--batch_size=64 --what=train --memory=False --peer=hf',
-    f'training, 124M, {size} x 1024': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False --peer=hf',
+                                                      '--batch_size=64 --what=train --memory=False --peer=hf,hf_tuned',
+    f'training, 124M, {size} x 1024': f'{BIG} --schemes gd --what=train --batch_size={size} --memory=False --peer=hf,hf_tuned',
+    f'training, 124M, {size} x 1024, momentum': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False',
+    f'training, 124M, {size} x 1024, momentum without a velocity table': f'{BIG} --schemes gd lt_nag:velocity_init=zero --what=train '
+                                                                         f'--batch_size={size} --memory=False',
     f'training, 124M, {size} x 1024, Euler': f'{BIG} --schemes euler_gd euler_nag euler_polyak --what=train --batch_size={size} --memory=False',
     f'training, 124M, {size} x 1024, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=train --batch_size={size} --memory=False',
     'generation, 124M, one text, float32': f'{BIG} --schemes gd lt_nag lt_tmm euler_nag --what=generate --max_new_tokens=200 '
@@ -73,18 +76,18 @@ ONLY_FOR = {  # options: the stages that they matter to
     ('steps', 'memory'): {'train'}, ('batch_size', 'gradient_accumulation_steps', 'optimizer'): {'train', 'memory'}, ('rounds',): {'train', 'generate'},
     ('gen_batch', 'prompt_tokens', 'max_new_tokens'): {'generate'}}
 SUITE_OPTIONS = {'suite', 'json', 'device', 'rounds', 'seed'}
-WARMUP_STEPS = 2  # of the memory measurement: from the second on, the optimizer's state lies beside the gradients
+WARMUP = 2  # steps of the memory measurement, rounds of the others: from the second on, the optimizer's state lies beside the gradients
 
 
 @dataclass(frozen=True)
 class BenchConfig:
     """What is measured."""
     schemes: tuple[str, ...] = ('gd', 'lt_nag', 'ngpt')  # NAME or NAME:option=value:...; the first is the measure
-    peer: Literal['none', 'hf'] = 'none'  # hf: also transformers' GPT-2 of that size, float32, plain AdamW
+    peer: tuple[str, ...] = ()  # hf: also transformers' GPT-2 of that size, float32, plain AdamW; hf_tuned: with our setting of the C library's allocator
     suite: Literal['cpu', 'cuda'] | None = None  # instead of all of the above and sizes: the workloads of README's table
     table: str | None = None  # instead of measuring: print README's table from the file of a suite
     what: tuple[str, ...] = ('train', 'generate')  # either or both, or memory alone
-    rounds: int = 5  # measurements of each scheme, after one that does not count
+    rounds: int = 5  # measurements of each scheme, after two that do not count
     steps: int = 1  # training steps in a measurement
     batch_size: int = 4  # sequences of block_size tokens in a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches in a training step; the optimizer's work is per step
@@ -104,6 +107,8 @@ class BenchConfig:
         at_least(self, rounds=1, steps=1, batch_size=1, gradient_accumulation_steps=1, gen_batch=1, prompt_tokens=1, max_new_tokens=1, seed=0)
         if unknown := [name for name in self.what if name not in ('train', 'generate', 'memory')]:
             raise UserError(f'what={unknown[0]}: choose among train, generate, memory: --what=train,generate')
+        if unknown := [name for name in self.peer if name not in PEERS]:
+            raise UserError(f'peer={unknown[0]}: choose among {", ".join(PEERS)}')
         if self.profile and 'train' not in self.what:
             raise UserError('profile=True looks at a training step; add train to --what')
 
@@ -204,7 +209,7 @@ def random_tokens(gpt_cfg, cfg, rt):
 
 
 class Apart:
-    """A peer on the CPU in a process of its own, as its user would have it: none of runtime.start's settings, which ours get."""
+    """A peer on the CPU in a process of its own, as its user would have it: without runtime.start's setting of the allocator, unless tuned."""
 
     def __init__(self, name, *args):
         self.name, self.gpt_cfg, self.flops = name, None, None
@@ -212,8 +217,10 @@ class Apart:
         self.params = self.ask(operator.attrgetter('params'))
 
     @staticmethod
-    def begin(*args):
-        Apart.one = HuggingFace(*args)
+    def begin(name, *args):
+        if name == PEERS['hf_tuned']:
+            runtime.keep_freed_memory()
+        Apart.one = HuggingFace(name, *args)
 
     def ask(self, act):
         return self.pool.submit(Apart.answer, act).result()
@@ -230,7 +237,7 @@ class Apart:
 
 
 def contender(name, *args):
-    if name != PEER:
+    if name not in PEERS.values():
         return Scheme(name, *args)
     return (Apart if args[-1].device.type == 'cpu' else HuggingFace)(name, *args)
 
@@ -242,10 +249,10 @@ def contender(name, *args):
 def race(contenders, act, rounds, rt, tick=lambda name: None):
     """Seconds that `act` takes with each contender, a list per contender of one number per round.
 
-    Round after round all take their turn, each time another one first. One more round before warms up and does not count.
+    Round after round all take their turn, each time another one first. WARMUP more rounds before do not count.
     """
     seconds, n = [[] for _ in contenders], len(contenders)
-    for i in range(rounds + 1):
+    for i in range(WARMUP + rounds):
         for j in range(n):
             k = (i + j) % n
             tick(contenders[k].name)
@@ -254,7 +261,7 @@ def race(contenders, act, rounds, rt, tick=lambda name: None):
             act(contenders[k])
             rt.synchronize()
             seconds[k].append(time.perf_counter() - t0)
-    return [numbers[1:] for numbers in seconds]
+    return [numbers[WARMUP:] for numbers in seconds]
 
 
 def spread(numbers):
@@ -264,12 +271,12 @@ def spread(numbers):
 
 
 def peak_bytes_here(name, gpt_cfg, cfg):
-    """This process' peak memory after WARMUP_STEPS training steps: on CUDA that of tensors there, else resident."""
+    """This process' peak memory after WARMUP training steps: on CUDA that of tensors there, else resident."""
     rt = runtime.start(cfg.device, cfg.dtype)
-    if name == PEER and rt.device.type == 'cpu':
+    if name == PEERS['hf'] and rt.device.type == 'cpu':
         runtime.keep_freed_memory(False)  # as its user would have it
-    one = (HuggingFace if name == PEER else Scheme)(name, gpt_cfg, cfg, rt)
-    for _ in range(WARMUP_STEPS):
+    one = (HuggingFace if name in PEERS.values() else Scheme)(name, gpt_cfg, cfg, rt)
+    for _ in range(WARMUP):
         one.step()
     if rt.device.type == 'cuda':
         return torch.cuda.max_memory_allocated(rt.device)
@@ -415,16 +422,16 @@ def compare(given):
     for options, stages in ONLY_FOR.items():
         if idle := [name for name in options if name in given and not stages & set(cfg.what)]:
             raise UserError(f'no effect with what={",".join(cfg.what)}: {", ".join(f"{name}={given[name]}" for name in idle)}; leave out')
-    if cfg.peer == 'hf':
+    if cfg.peer:
         if unlike := [name for name, value in PEER_HAS.items() if gpt_given.get(name) not in (None, value)]:
-            raise UserError(f'peer=hf: transformers\' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it '
+            raise UserError(f'peer={cfg.peer[0]}: transformers\' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it '
                             f'to a scheme of ours, as in --schemes gd gd:{unlike[0]}={gpt_given[unlike[0]]}')
         try:
             import transformers
         except ImportError:
-            raise UserError('peer=hf needs transformers: pip install transformers') from None
+            raise UserError('peer needs transformers: pip install transformers') from None
         sizes = ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size', 'dropout')
-        entries.append((PEER, GPTConfig(update='gd', **{key: gpt_given[key] for key in sizes if key in gpt_given})))
+        entries += [(PEERS[peer], GPTConfig(update='gd', **{key: gpt_given[key] for key in sizes if key in gpt_given})) for peer in cfg.peer]
     for name, gpt_cfg in entries:
         if 'generate' in cfg.what and cfg.prompt_tokens + cfg.max_new_tokens > gpt_cfg.block_size:
             raise UserError(f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='
@@ -438,12 +445,12 @@ def compare(given):
 
 def measure(entries, cfg, rt):
     """All that cfg asks for, of the entries (name, GPTConfig): prints the tables and returns every number."""
-    about = facts(cfg, rt, *['transformers'] * (cfg.peer == 'hf'))
+    about = facts(cfg, rt, *['transformers'] * bool(cfg.peer))
     print(f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
           f'{about["dtype"]}')
     memory = (cfg.memory and 'train' in cfg.what or 'memory' in cfg.what) and rt.device.type != 'mps'  # Metal keeps no peak
     block_size, sequences = entries[0][1].block_size, cfg.batch_size * cfg.gradient_accumulation_steps
-    with tqdm(total=len(entries) * (memory + (cfg.rounds + 1) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar:
+    with tqdm(total=len(entries) * (memory + (WARMUP + cfg.rounds) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar:
         def tick(stage):
             return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
 

@@ -69,7 +69,7 @@ def test_the_sizes_are_small_unless_one_is_given(monkeypatch):
 @pytest.mark.parametrize('args, message', [
     (['--what=generate', '--steps=2'], 'no effect with what=generate: steps=2'), (['--what=generate', '--memory=False'], 'memory=False'),
     (['--what=generate', '--optimizer=muon'], 'optimizer=muon'), (['--what=train', '--gen_batch=2', '--prompt_tokens=3'], 'gen_batch=2, prompt_tokens=3'),
-    (['--peer=hf', '--pos=rope'], 'peer=hf.*pos=learned.*gd:pos=rope'), (['--peer=hf', '--tie_weights=False'], 'tie_weights')])
+    (['--peer=hf', '--pos=rope'], 'peer=hf.*pos=learned.*gd:pos=rope'), (['--peer=hf', '--tie_weights=False'], 'tie_weights'), (['--peer=jax'], 'peer=jax: choose among hf, hf_tuned')])
 def test_options_without_effect_are_told(args, message):
     with pytest.raises(UserError, match=message):
         bench.main(['--schemes=gd', *args])
@@ -117,13 +117,13 @@ def test_a_step_is_trains_step(update, optimizer, rt):
 def test_all_contenders_get_the_same_tokens(rt):
     pytest.importorskip('transformers')
     cfg = BenchConfig(batch_size=2, prompt_tokens=4, gen_batch=3)
-    ours, peer = Scheme('ngpt', tiny('ngpt'), cfg, rt), bench.HuggingFace(bench.PEER, tiny('gd'), cfg, rt)
+    ours, peer = Scheme('ngpt', tiny('ngpt'), cfg, rt), bench.HuggingFace(bench.PEERS['hf'], tiny('gd'), cfg, rt)
     assert torch.equal(ours.tokens, peer.tokens) and torch.equal(ours.prompt, peer.prompt) and ours.prompt.shape == (3, 4)
 
 
 def test_the_peer_is_gpt2_of_the_same_size_and_learns(rt):
     pytest.importorskip('transformers')
-    one = bench.HuggingFace(bench.PEER, tiny('gd'), BenchConfig(batch_size=2, max_new_tokens=5, prompt_tokens=3), rt)
+    one = bench.HuggingFace(bench.PEERS['hf'], tiny('gd'), BenchConfig(batch_size=2, max_new_tokens=5, prompt_tokens=3), rt)
     assert one.params == GPT(tiny('gd', bias=True)).num_params()
     before = [p.clone() for p in one.model.parameters()]
     one.step()
@@ -154,7 +154,7 @@ def test_flops_of_gpt2_small():
     assert flops_per_token(model) == 6 * (124_373_760 - 1024 * 768 - 25 * 768) + 12 * 12 * 768 * 1024
 
 
-def test_rounds_rotate_and_the_first_does_not_count(monkeypatch):
+def test_rounds_rotate_and_the_first_two_do_not_count(monkeypatch):
     """On a clock that only the contenders move: c takes 1, 2, 3 ... times its cost, round by round."""
     clock, turns = [0.0], []
     contenders = [SimpleNamespace(name=name, cost=cost, turn=0) for name, cost in (('a', 1.0), ('b', 10.0), ('c', 100.0))]
@@ -166,9 +166,9 @@ def test_rounds_rotate_and_the_first_does_not_count(monkeypatch):
     monkeypatch.setattr(bench.time, 'perf_counter', lambda: clock[0])
     ticks, waits = [], []
     seconds = race(contenders, act, 3, SimpleNamespace(synchronize=lambda: waits.append(len(turns))), ticks.append)
-    assert ''.join(turns) == 'abcbcacababc' and ticks == turns
-    assert seconds == [[2, 3, 4], [20, 30, 40], [200, 300, 400]]
-    assert waits == [n for i in range(12) for n in (i, i + 1)]  # the device is waited for before and after each turn
+    assert ''.join(turns) == 'abcbcacababcbca' and ticks == turns
+    assert seconds == [[3, 4, 5], [30, 40, 50], [300, 400, 500]]
+    assert waits == [n for i in range(15) for n in (i, i + 1)]  # the device is waited for before and after each turn
 
 
 def test_results_compare_round_by_round():
@@ -212,7 +212,7 @@ def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
     assert data['versions'].keys() == {'python', 'torch', 'transformers'}
     assert data['machine']['cores'] >= 1 and data['config']['schemes'] == ['gd', 'ngpt:rope_base=500']
     gd, ngpt, peer = data['results']
-    assert [r['scheme'] for r in data['results']] == ['gd', 'ngpt:rope_base=500', bench.PEER]
+    assert [r['scheme'] for r in data['results']] == ['gd', 'ngpt:rope_base=500', bench.PEERS['hf']]
     assert gd['gpt_config'] == asdict(tiny('gd')) and ngpt['gpt_config']['rope_base'] == 500 and peer['gpt_config'] is None
     for record in data['results']:
         for stage, tokens in (('train', 2 * 12), ('generate', 1)):  # in a step, in a token's time
