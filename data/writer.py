@@ -1,7 +1,7 @@
 """The one writer of data folders: text -> tokens -> train.bin, val.bin, meta.json (dataset.py says what they hold).
 
-The text streams through: pieces are read in one thread and tokenized in `num_proc` others (tiktoken lets go of the
-interpreter's lock), and the results are written in order, so memory is bounded and the bytes do not depend on num_proc.
+The text streams through: it is read and written here and tokenized by `num_proc` other processes (threads of one process
+do not scale: two give 1.3 times one's speed), the results in order, so memory is bounded and the bytes do not depend on num_proc.
 Everything is written under temporary names first and renamed at the end, meta.json last. A run that was killed is
 continued by the next one with the same inputs and options, to the same bytes.
 """
@@ -9,11 +9,15 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
+import signal
+import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -27,7 +31,7 @@ from configurator import UserError, at_least, build, parse, show_help
 from data import source
 from dataset import SPLITS, token_dtype
 
-CHUNK = 2**20  # characters tokenized by one thread at a time
+CHUNK = 2**20  # characters tokenized by one process at a time
 SAVE_EVERY = 10  # seconds of work that a kill may cost
 MIN_TOKENS = 2  # of a split: a token and its successor
 PART, PROGRESS = '.part', 'progress.json.part'  # what an unfinished preparation leaves
@@ -38,7 +42,7 @@ class PrepareConfig:
     input: tuple[str, ...] = ()  # files, folders, patterns (.txt, .jsonl, .parquet; field or column `text`)
     val_input: tuple[str, ...] = ()  # the same for validation; if not given, a part of --input is held out
     out_dir: str = ''  # where the data goes; if not given, beside the script
-    num_proc: int | None = None  # tokenizing threads; None: as many as cores
+    num_proc: int | None = None  # tokenizing processes; None: as many as cores
     encoding: str = 'utf-8'  # of the .txt and .jsonl files
     val_fraction: float | None = None  # how much is held out for validation; None: the data set's own choice
     seed: int = 2357  # which documents are held out
@@ -93,6 +97,8 @@ def prepare(argv, script, doc, download, kind, hub=False, continuous=False, sepa
                      cfg.num_proc or os.cpu_count() or 1, end_documents=not continuous)
     except OSError as error:
         raise UserError(f'{error.filename or out_dir}: {error.strerror or error}') from error
+    except BrokenProcessPool:
+        raise UserError('a tokenizing process was killed, perhaps for memory; start again, with a lower --num_proc: it goes on') from None
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta["tokens"][split]:,} tokens, sha256 {meta["sha256"][split]}')
 
@@ -129,24 +135,13 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
     dtype = token_dtype(tokens.vocab_size)
     identity = json.loads(json.dumps([tokens.description, facts, list(stamps), end_documents]))
 
-    def encode_part(pieces):
-        if end_documents and tokens.eot is not None:
-            return tokens.encode_documents(pieces)
-        return np.concatenate([np.empty(0, np.uint32), *(tokens.encode_array(text) for text, _ in pieces)])
-
-    def encode(chunk):
-        """{split: its ids}, {split: documents ended in it}, number of pieces."""
-        parts = {split: [piece for name, *piece in chunk if name == split] for split in SPLITS}
-        documents = {split: sum(last for _, last in parts[split]) for split in SPLITS}
-        return {split: encode_part(parts[split]) for split in SPLITS}, documents, len(chunk)
-
     done = read_progress(out_dir, identity)
     paths = {split: out_dir / f'{split}.bin{PART}' for split in SPLITS}
     bins = {split: Bin(paths[split], dtype, tokens.byte_lengths, done['bytes'][split]) for split in SPLITS}
     bar = tqdm(disable=None, unit=' tokens', unit_scale=True, initial=sum(b.tokens for b in bins.values()), mininterval=1)
     saved = time.monotonic()
     try:
-        for ids, ended, read in ordered_map(encode, in_chunks(islice(pieces, done['pieces'], None)), num_proc):
+        for ids, ended, read in encode_all(tokens, end_documents, in_chunks(islice(pieces, done['pieces'], None)), num_proc):
             for split in SPLITS:
                 bins[split].append(ids[split])
                 done['documents'][split] += ended[split]
@@ -247,16 +242,53 @@ def in_chunks(pieces):
         yield chunk
 
 
-def ordered_map(function, items, num_threads):
-    """map(function, items) in threads, in order, with a bounded number of items in flight."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        futures = deque()
-        for item in items:
-            futures.append(pool.submit(function, item))
-            if len(futures) > 2 * num_threads:
-                yield futures.popleft().result()
-        while futures:
+class Encoder:
+    """Chunk -> ({split: its ids}, {split: documents ended in it}, number of pieces)."""
+
+    def __init__(self, description, end_documents):
+        self.tokens, self.end_documents = tokenizer.from_description(description), end_documents
+
+    def encode(self, pieces):
+        if self.end_documents and self.tokens.eot is not None:
+            return self.tokens.encode_documents(pieces)
+        return np.concatenate([np.empty(0, np.uint32), *(self.tokens.encode_array(text) for text, _ in pieces)])
+
+    def __call__(self, chunk):
+        parts = {split: [piece for name, *piece in chunk if name == split] for split in SPLITS}
+        documents = {split: sum(last for _, last in parts[split]) for split in SPLITS}
+        return {split: self.encode(parts[split]) for split in SPLITS}, documents, len(chunk)
+
+    @staticmethod
+    def begin(*args):
+        """Makes a process one that encodes, and that ends with the one that started it, however that ends."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+        Encoder.here = Encoder(*args)
+
+    @staticmethod
+    def encode_here(chunk):
+        return Encoder.here(chunk)
+
+
+def encode_all(tokens, end_documents, chunks, num_proc):
+    """What an Encoder makes of each chunk, in order, by num_proc processes if there is enough to do for them."""
+    first = list(islice(chunks, 2 if num_proc > 1 else 0))
+    if len(first) < 2:
+        yield from map(Encoder(tokens.description, end_documents), chain(first, chunks))
+        return
+    with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), Encoder.begin, (tokens.description, end_documents)) as pool:
+        yield from ordered_map(pool, Encoder.encode_here, chain(first, chunks), 2 * num_proc)
+
+
+def ordered_map(pool, function, items, ahead):
+    """map(function, items) by the workers of a pool, in order, with at most `ahead` items waiting behind the one yielded."""
+    futures = deque()
+    for item in items:
+        futures.append(pool.submit(function, item))
+        if len(futures) > ahead:
             yield futures.popleft().result()
+    while futures:
+        yield futures.popleft().result()
 
 
 def write_json(path, value):

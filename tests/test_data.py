@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
 
@@ -408,11 +410,33 @@ def test_a_bin_is_continued_after_the_bytes_to_keep(tmp_path):
 def test_few_items_are_in_flight():
     pulled = count(1)
     items = (next(pulled) for _ in range(100))
-    for done, result in enumerate(writer.ordered_map(lambda x: -x, items, 3), 1):
-        assert result == -done
-        ahead = next(pulled) - 1 - done
-        pulled = count(done + ahead + 1)
-        assert ahead <= 2 * 3 + 1
+    with ThreadPoolExecutor(3) as pool:
+        for done, result in enumerate(writer.ordered_map(pool, lambda x: -x, items, 6), 1):
+            assert result == -done
+            ahead = next(pulled) - 1 - done
+            pulled = count(done + ahead + 1)
+            assert ahead <= 6
+
+
+def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(tmp_path, stories, monkeypatch):
+    monkeypatch.setattr(writer, 'CHUNK', 500)
+    monkeypatch.setattr(writer, 'ordered_map', lambda pool, *_: [pool.submit(os._exit, 1).result()])
+    with pytest.raises(UserError, match='process was killed.*lower --num_proc'):
+        prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
+    monkeypatch.undo()
+    prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
+
+
+def test_tokenizing_processes_end_with_a_killed_parent(tmp_path):
+    """Otherwise they would wait for work for ever."""
+    (tmp_path / 'in.txt').write_text('a story of a dog and a cat\n<|endoftext|>\n' * 600_000, encoding='utf-8')
+    command = [sys.executable, 'data/tinystories/prepare.py', '--input', tmp_path / 'in.txt', '--out_dir', tmp_path / 'out', '--num_proc=2']
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:  # the workers hold the pipe, too
+        while not list(tmp_path.glob('out/*.part')) or not (tmp_path / 'out/train.bin.part').stat().st_size:
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+        parent.communicate(timeout=20)
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
