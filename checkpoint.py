@@ -133,7 +133,7 @@ class Saver:
         self.folder, self.keep_last, self.group = Path(folder), keep_last, group
         self.last_step, self.best_val_loss = last_step, best_val_loss  # of the ckpt.pt in place
         self.best = None  # what best.pt shall hold and does not yet
-        self.pool, self.pending, self.memory = ThreadPoolExecutor(1), None, None
+        self.pending, self.memory = None, None
 
     def save(self, state, best=False):
         """Hands a full state over as ckpt.pt, and its weights as best.pt; waits for the write before it only.
@@ -146,7 +146,11 @@ class Saver:
         self.memory = state = snapshot(state, self.memory)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.pending = self.pool.submit(self.write_all, state, best)
+        # A thread for each write: one that stays keeps OpenMP workers, and as soon as there are more of them than cores, all
+        # of OpenMP changes from spinning to sleeping. Small models trained at 0.6 times the speed after their first save.
+        thread = ThreadPoolExecutor(1)
+        self.pending = thread.submit(self.write_all, state, best)
+        thread.shutdown(wait=False)
 
     def wait(self):
         """Returns whether the last write succeeded (True if there was none)."""

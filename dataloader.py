@@ -59,8 +59,8 @@ class Split:
         """Window numbers (B) -> inputs and targets, (B, T) int64 each."""
         T = self.block_size
         ids = np.stack([self.read(int(i) * T, T + 1) for i in windows]).astype(np.int64)
-        ids = torch.from_numpy(ids)
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        # copied by numpy: in a thread that stays, torch would start OpenMP workers beside those of training
+        return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
 
 
 def shuffled(n, size, key):

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import zipfile
@@ -965,3 +966,16 @@ def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypa
     monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: scaler(device, init_scale=math.inf))
     outcome = train(data_folder, tmp_path, max_iters=60, max_skipped=3)
     assert outcome.code == 1 and 'step 23:' in outcome.message and '23 updates in a row' in outcome.message
+
+
+def test_no_thread_stays_after_a_write(tmp_path):
+    """Each that stays holds OpenMP workers; with more of those than cores, everything after the first save was slow."""
+    before = threading.active_count()
+    saver = Saver(tmp_path)
+    for step in (1, 2):
+        saver.save(state(step))
+        assert saver.wait()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
