@@ -17,19 +17,15 @@ if __name__ == '__main__':
     show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')  # before torch is imported: instant
 
 import contextlib
-import gc
 import itertools
 import json
 import math
-import multiprocessing
-import operator
 import os
 import platform
 import shlex
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -47,6 +43,7 @@ from model import GPT, GPTConfig
 from optim import configure_optimizer
 from plot import table
 from train import TrainConfig, update
+from workers import worker_pool
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEERS = {'hf': 'hf_gpt2', 'hf_tuned': 'hf_gpt2_tuned'}
@@ -55,8 +52,8 @@ BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
 SUITES = {name: {  # title: options; time is compared with the first scheme's. Memory first, while this process holds none
     'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
-                                                      '--batch_size=64 --what=train --memory=False --peer=hf,hf_tuned',
-    f'training, 124M, {size} x 1024': f'{BIG} --schemes gd --what=train --batch_size={size} --memory=False --peer=hf,hf_tuned',
+                                                      f'--batch_size=64 --what=train --memory=False --peer={peers}',
+    f'training, 124M, {size} x 1024': f'{BIG} --schemes gd --what=train --batch_size={size} --memory=False --peer={peers}',
     f'training, 124M, {size} x 1024, momentum': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False',
     f'training, 124M, {size} x 1024, momentum without a velocity table': f'{BIG} --schemes gd lt_nag:velocity_init=zero --what=train '
                                                                          f'--batch_size={size} --memory=False',
@@ -70,7 +67,7 @@ SUITES = {name: {  # title: options; time is compared with the first scheme's. M
     'generation, 124M, eight texts, float32': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8 '
                                              f'--dtype=float32',
     'generation, 124M, eight texts, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8',
-} for name, size in {'cpu': 1, 'cuda': 16}.items()}
+} for name, size, peers in (('cpu', 1, 'hf,hf_tuned'), ('cuda', 16, 'hf'))}
 PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
 ONLY_FOR = {  # options: the stages that they matter to
     ('steps', 'memory'): {'train'}, ('batch_size', 'gradient_accumulation_steps', 'optimizer'): {'train', 'memory'}, ('rounds',): {'train', 'generate'},
@@ -212,15 +209,15 @@ class Apart:
     """A peer on the CPU in a process of its own, as its user would have it: without runtime.start's setting of the allocator, unless tuned."""
 
     def __init__(self, name, *args):
-        self.name, self.gpt_cfg, self.flops = name, None, None
-        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn'), initializer=Apart.begin, initargs=(name, *args))
-        self.params = self.ask(operator.attrgetter('params'))
+        self.name, self.gpt_cfg, self.flops, self.pool = name, None, None, worker_pool(1)
+        self.params = self.pool.submit(Apart.begin, name, *args).result()
 
     @staticmethod
     def begin(name, *args):
         if name == PEERS['hf_tuned']:
             runtime.keep_freed_memory()
         Apart.one = HuggingFace(name, *args)
+        return Apart.one.params
 
     def ask(self, act):
         return self.pool.submit(Apart.answer, act).result()
@@ -236,10 +233,9 @@ class Apart:
         return self.ask(HuggingFace.generate)
 
 
-def contender(name, *args):
-    if name not in PEERS.values():
-        return Scheme(name, *args)
-    return (Apart if args[-1].device.type == 'cpu' else HuggingFace)(name, *args)
+def contender(name, gpt_cfg, cfg, rt):
+    kind = Scheme if name not in PEERS.values() else Apart if rt.device.type == 'cpu' else HuggingFace
+    return kind(name, gpt_cfg, cfg, rt)
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -291,7 +287,7 @@ def peak_bytes_here(name, gpt_cfg, cfg):
 def peak_bytes(*args):
     """peak_bytes_here in a fresh process, which holds nothing else; None where it can't be had."""
     try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
+        with worker_pool(1) as pool:
             return pool.submit(peak_bytes_here, *args).result()
     except (BrokenProcessPool, ImportError) as error:
         runtime.warn(f'no peak memory of {args[0]}: {error}')
@@ -381,13 +377,20 @@ def main(argv):
         common = [f'--{key}={given[key]}' for key in given.keys() & {'device', 'rounds', 'seed'}]
         found = {'suite': []}
         for title, options in SUITES[cfg.suite].items():
-            print(f'\n==== {title}: {options}')
+            print(f'\n==== {title}: {options}', flush=True)
             shared = [option for option in common if '--what=memory' not in options or '--rounds' not in option]
-            found['suite'].append({'title': title} | compare(parse([*options.split(), *shared], GPTConfig, BenchConfig)))
-            gc.collect()
+            with worker_pool(1) as pool:  # a process of its own: memory that one workload broke up slows the next
+                options = parse([*options.split(), *shared], GPTConfig, BenchConfig)
+                found['suite'].append({'title': title} | pool.submit(compare, options).result())
+            keep(found, cfg.json)  # what was measured, should the next one fail
+    keep(found, cfg.json)
     if cfg.json is not None:
-        Path(cfg.json).write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
         print(f'\nevery number: {cfg.json}')
+
+
+def keep(found, path):
+    if path is not None:
+        Path(path).write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
 
 def markdown(path):
@@ -437,10 +440,16 @@ def compare(given):
             raise UserError(f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='
                             f'{gpt_cfg.block_size} of {name}; lower them, or leave generation out with --what=train')
     rt = runtime.start(cfg.device, cfg.dtype)
+    if 'hf_tuned' in cfg.peer and rt.device.type != 'cpu':
+        raise UserError(f'peer=hf_tuned: the allocator of main memory does nothing for device={rt.device.type}; use peer=hf')
     if rt.distributed:
         raise UserError('bench.py measures one process: run it with python, not with torchrun')
-    with runtime.memory_for(f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'):
-        return measure(entries, cfg, rt)
+    less = f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'
+    with runtime.memory_for(less):
+        try:
+            return measure(entries, cfg, rt)
+        except BrokenProcessPool:
+            raise UserError(f'the process of a peer was killed, perhaps for memory; {less}') from None
 
 
 def measure(entries, cfg, rt):
@@ -478,7 +487,7 @@ def measure(entries, cfg, rt):
             for record, result in zip(records, results(seconds, cfg.max_new_tokens, cfg.max_new_tokens * cfg.gen_batch)):
                 record['generate'] = result
 
-    titles = {'train': f'training: {sequences} x {block_size} tokens a step in {cfg.gradient_accumulation_steps}, {cfg.optimizer}',
+    titles = {'train': f'training: {cfg.gradient_accumulation_steps} x {cfg.batch_size} x {block_size} tokens a step, {cfg.optimizer}',
               'generate': f'generation: {cfg.gen_batch} x {cfg.max_new_tokens} tokens after {cfg.prompt_tokens}, KV cache'}
     for stage, title in titles.items():
         if stage in cfg.what:

@@ -111,9 +111,9 @@ class Decoder(nn.Module):
     def __init__(self, model, dtype, batch_size=1, compiled=False):
         super().__init__()
         self.model, self.cfg, self.device, self.step, self.cache = model, model.cfg, model.lm_head.weight.device, None, None
+        mkl_leads = batch_size == 1 and torch.backends.mkl.is_available() and runtime.cpu_features().get('cpu_name', '').startswith('Intel')
         packs = self.device.type == 'cpu' and torch.backends.mkldnn.is_available() and (
-            torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else
-            dtype == torch.float32 and (batch_size > 1 or not runtime.cpu_features().get('cpu_name', '').startswith('Intel')))
+            dtype == torch.float32 and not mkl_leads or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 weight = module.weight.detach().to(dtype)

@@ -2,7 +2,7 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-CHUNK = 2 ** 25  # logits made at a time: 128 MiB of log-probabilities in float32, and 64 of each in bfloat16
+CHUNK = 2 ** 25  # logits made at a time: 64 MiB in bfloat16, and their softmax's 128 in float32, twice for a moment
 TILE = 128  # rows come in multiples of it, for the matmuls' sake
 
 
@@ -24,6 +24,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             logp = (x_ @ w_.T).log_softmax(-1, dtype=x.dtype)
             loss = loss - (logp.gather(1, t[:, None]) * keep).sum()
             p = logp.exp_().to(dtype)
+            del logp
             if grad_x is not None:  # d loss / d logits = p - onehot(target)
                 grad_x[i:i + rows] = (p @ w_ - w[t]) * keep
             if ctx.needs_input_grad[1]:
@@ -46,7 +47,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(x, w, targets):
     """x: (N, C) states, w: (V, C) head, targets: (N,) ids, -1 ignored -> mean cross-entropy in nats (float32 or float64).
 
-    The same as cross_entropy(x @ w.T, targets, ignore_index=-1): matmuls and exponentials in autocast's precision, sums in float32.
+    The same as cross_entropy(x @ w.T, targets, ignore_index=-1): matmuls in autocast's precision, softmax and sums in float32.
     torch's F.linear_cross_entropy also chunks, but returns the loss in the matmuls' precision (three digits in bfloat16)
     and knows no autocast.
     """

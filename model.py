@@ -49,8 +49,8 @@ class Scale(nn.Module):
 
 
 def inverse_norm(x, dim=-1):
-    """1 / ||x||_2 along an axis, which stays."""
-    return torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp(min=1e-12).reciprocal()
+    """1 / ||x||_2 along an axis, kept with size 1; in float32 at least."""
+    return torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).clamp(min=1e-12).reciprocal()
 
 
 def retract(x):
@@ -235,7 +235,7 @@ class MLP(nn.Module):
     def forward(self, x):
         h = self.c_fc(x)
         if self.s_uv is not None:
-            h = h * (self.s_uv() * x.size(-1) ** 0.5).to(h.dtype)  # sqrt(d): with unit rows v has std 1/sqrt(d), small for SiLU
+            h = h * (self.s_uv() * x.size(-1) ** 0.5).to(h.dtype)  # sqrt(d): v of unit rows has std 1/sqrt(d); float32 would promote all
         if self.swiglu:
             u, v = h.chunk(2, dim=-1)
         h = u * F.silu(v) if self.swiglu else F.gelu(h)

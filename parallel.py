@@ -58,7 +58,7 @@ def clip_grad_norm(model, limit):
     """Scales the gradient of all parameters to a norm of at most `limit`; returns the norm before, a number."""
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     number = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-    if not number <= limit:  # most gradients are below: spares them a pass over memory
+    if number > limit:  # the others are spared a pass over memory
         clip_grads_with_norm_(model.parameters(), limit, norm)
     return number
 

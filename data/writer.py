@@ -5,21 +5,17 @@ do not scale: two give 1.3 times one's speed), the results in order, so memory i
 Everything is written under temporary names first and renamed at the end, meta.json last. A run that was killed is
 continued by the next one with the same inputs and options, to the same bytes.
 """
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import os
 import platform
-import signal
-import threading
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -27,9 +23,10 @@ import numpy as np
 from tqdm import tqdm
 
 import tokenizer
-from configurator import UserError, at_least, build, parse, show_help
+from configurator import UserError, at_least, between, build, parse, show_help
 from data import source
 from dataset import SPLITS, token_dtype
+from workers import worker_pool
 
 CHUNK = 2**20  # characters tokenized by one process at a time
 SAVE_EVERY = 10  # seconds of work that a kill may cost
@@ -42,7 +39,7 @@ class PrepareConfig:
     input: tuple[str, ...] = ()  # files, folders, patterns (.txt, .jsonl, .parquet; field or column `text`)
     val_input: tuple[str, ...] = ()  # the same for validation; if not given, a part of --input is held out
     out_dir: str = ''  # where the data goes; if not given, beside the script
-    num_proc: int | None = None  # tokenizing processes; None: as many as cores
+    num_proc: int | None = None  # tokenizing processes; None: as many as cores, up to 8, where reading becomes the limit
     encoding: str = 'utf-8'  # of the .txt and .jsonl files
     val_fraction: float | None = None  # how much is held out for validation; None: the data set's own choice
     seed: int = 2357  # which documents are held out
@@ -51,6 +48,7 @@ class PrepareConfig:
 
     def __post_init__(self):
         at_least(self, num_proc=1, max_docs=1)
+        between(self, num_proc=(0, 62))  # Windows' limit of a pool
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
             raise UserError(f'--val_fraction={self.val_fraction}: must be above 0 and at most 0.5')
 
@@ -73,7 +71,7 @@ def prepare(argv, script, doc, download, kind, hub=False, continuous=False, sepa
             tokenizer.gpt2_encoding()  # a missing vocabulary is better known before a long download
         files = local_files(cfg)
         if files:
-            sources = {split: partial(source.read_files, files[split], cfg.encoding, separator) for split in files}
+            sources = {split: functools.partial(source.read_files, files[split], cfg.encoding, separator) for split in files}
             facts = {'files': {split: [{'name': path.name, 'bytes': path.stat().st_size} for path in files[split]]
                                for split in files}, 'encoding': cfg.encoding}
         else:
@@ -94,13 +92,18 @@ def prepare(argv, script, doc, download, kind, hub=False, continuous=False, sepa
                  'max_docs': cfg.max_docs, 'versions': {'python': platform.python_version(), **versions}}
         stamps = [[str(path.resolve()), path.stat().st_mtime_ns] for path in chain(*files.values())]
         meta = write(out_dir, tokenizer.from_description(described), pieces, facts, stamps,
-                     cfg.num_proc or os.cpu_count() or 1, end_documents=not continuous)
+                     cfg.num_proc or min(8, usable_cores()), end_documents=not continuous)
     except OSError as error:
         raise UserError(f'{error.filename or out_dir}: {error.strerror or error}') from error
     except BrokenProcessPool:
         raise UserError('a tokenizing process was killed, perhaps for memory; start again, with a lower --num_proc: it goes on') from None
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta["tokens"][split]:,} tokens, sha256 {meta["sha256"][split]}')
+
+
+def usable_cores():
+    """Those that this process may run on, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def refuse_unused(cfg, options, hub, continuous):
@@ -258,16 +261,13 @@ class Encoder:
         documents = {split: sum(last for _, last in parts[split]) for split in SPLITS}
         return {split: self.encode(parts[split]) for split in SPLITS}, documents, len(chunk)
 
-    @staticmethod
-    def begin(*args):
-        """Makes a process one that encodes, and that ends with the one that started it, however that ends."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-        Encoder.here = Encoder(*args)
 
-    @staticmethod
-    def encode_here(chunk):
-        return Encoder.here(chunk)
+encoder = functools.cache(lambda description, end_documents: Encoder(json.loads(description), end_documents))
+
+
+def encode_here(description, end_documents, chunk):
+    """What a worker does: the first chunk makes its Encoder."""
+    return encoder(description, end_documents)(chunk)
 
 
 def encode_all(tokens, end_documents, chunks, num_proc):
@@ -276,8 +276,9 @@ def encode_all(tokens, end_documents, chunks, num_proc):
     if len(first) < 2:
         yield from map(Encoder(tokens.description, end_documents), chain(first, chunks))
         return
-    with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), Encoder.begin, (tokens.description, end_documents)) as pool:
-        yield from ordered_map(pool, Encoder.encode_here, chain(first, chunks), 2 * num_proc)
+    work = functools.partial(encode_here, json.dumps(tokens.description), end_documents)
+    with worker_pool(num_proc) as pool:
+        yield from ordered_map(pool, work, chain(first, chunks), 2 * num_proc)
 
 
 def ordered_map(pool, function, items, ahead):

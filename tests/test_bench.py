@@ -223,7 +223,7 @@ def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
     assert gd['train']['mfu'] == pytest.approx(gd['flops_per_token'] * gd['train']['tokens_per_s'] / 1e12)
     assert peer['train']['mfu'] is None and gd['peak_memory_bytes'] == 2 ** 31
     out = capsys.readouterr().out
-    assert 'training: 2 x 12 tokens' in out and 'generation: 1 x 5 tokens' in out
+    assert 'training: 1 x 2 x 12 tokens' in out and 'generation: 1 x 5 tokens' in out
     assert all(word in out for word in ('MFU', 'process peak', '2.00 GiB', 'ngpt:rope_base=500', f'{gd["parameters"]:,}'))
 
 

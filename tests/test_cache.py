@@ -263,6 +263,18 @@ def test_a_decoders_bfloat16_weights_are_near(update, make_decoder):
     assert (head.packed if head.weight is None else head.weight).dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='no oneDNN')
+@pytest.mark.parametrize('cpu, batch_size, packed', [('Intel Xeon', 1, not torch.backends.mkl.is_available()), ('Intel Xeon', 2, True),
+                                                     ('AMD EPYC', 1, True), (None, 1, True)])
+def test_a_row_in_float32_is_left_to_mkl_on_intel(monkeypatch, cpu, batch_size, packed):
+    monkeypatch.setattr(runtime, 'cpu_features', lambda: {'cpu_name': cpu} if cpu else {})
+    model, idx = nontrivial(torch.float32, update='lt_nag', std=0.6), tokens(B=batch_size, T=3)
+    expected = model.generate(idx, 4, temperature=0)
+    decoder = Decoder(model, torch.float32, batch_size)
+    assert torch.equal(decoder.generate(idx, 4, temperature=0), expected)
+    assert (model.lm_head.weight is None) == packed
+
+
 def test_a_compiled_step_gives_the_eager_logits():
     """Through the real compiler, where this machine has one."""
     if runtime.compiler_works(torch.device('cpu')) is not True:

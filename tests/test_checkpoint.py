@@ -970,12 +970,12 @@ def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypa
 
 def test_no_thread_stays_after_a_write(tmp_path):
     """Each that stays holds OpenMP workers; with more of those than cores, everything after the first save was slow."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     saver = Saver(tmp_path)
     for step in (1, 2):
         saver.save(state(step))
         assert saver.wait()
     deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before

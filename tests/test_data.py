@@ -418,13 +418,21 @@ def test_few_items_are_in_flight():
             assert ahead <= 6
 
 
-def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(tmp_path, stories, monkeypatch):
+def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(tmp_path, stories, monkeypatch, capsys):
+    def killed(pool, *args):
+        yield from islice(ordered_map(pool, *args), 3)
+        pool.submit(os._exit, 1).result()
+    ordered_map = writer.ordered_map
+    prepare('tinystories', tmp_path / 'whole', stories, num_proc=2)
     monkeypatch.setattr(writer, 'CHUNK', 500)
-    monkeypatch.setattr(writer, 'ordered_map', lambda pool, *_: [pool.submit(os._exit, 1).result()])
-    with pytest.raises(UserError, match='process was killed.*lower --num_proc'):
+    monkeypatch.setattr(writer, 'SAVE_EVERY', 0)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match='process was killed.*lower --num_proc'):
+        patch.setattr(writer, 'ordered_map', killed)
         prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
-    monkeypatch.undo()
+    assert not any((tmp_path / 'out').glob('*.bin'))
     prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
+    assert 'continuing the unfinished preparation' in capsys.readouterr().out
+    assert contents(tmp_path / 'out') == contents(tmp_path / 'whole')
 
 
 def test_tokenizing_processes_end_with_a_killed_parent(tmp_path):
