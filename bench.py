@@ -210,7 +210,11 @@ class Apart:
 
     def __init__(self, name, *args):
         self.name, self.gpt_cfg, self.flops, self.pool = name, None, None, worker_pool(1)
-        self.params = self.pool.submit(Apart.begin, name, *args).result()
+        try:
+            self.params = self.pool.submit(Apart.begin, name, *args).result()
+        except BaseException:
+            self.pool.shutdown()
+            raise
 
     @staticmethod
     def begin(name, *args):
@@ -459,7 +463,8 @@ def measure(entries, cfg, rt):
           f'{about["dtype"]}')
     memory = (cfg.memory and 'train' in cfg.what or 'memory' in cfg.what) and rt.device.type != 'mps'  # Metal keeps no peak
     block_size, sequences = entries[0][1].block_size, cfg.batch_size * cfg.gradient_accumulation_steps
-    with tqdm(total=len(entries) * (memory + (WARMUP + cfg.rounds) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar:
+    with tqdm(total=len(entries) * (memory + (WARMUP + cfg.rounds) * len({'train', 'generate'} & set(cfg.what))), disable=None, leave=False) as bar, \
+            contextlib.ExitStack() as ends:
         def tick(stage):
             return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
 
@@ -468,7 +473,11 @@ def measure(entries, cfg, rt):
             tick('memory')(entry[0])
             peaks[i] = peak_bytes(*entry, cfg)
         torch._dynamo.config.recompile_limit = 1000  # each scheme's model runs through the same code
-        contenders = [contender(*entry, cfg, rt) for entry in entries]
+        contenders = []
+        for entry in entries:
+            contenders.append(contender(*entry, cfg, rt))
+            if isinstance(contenders[-1], Apart):  # a worker of a suite would wait for it at its own end
+                ends.callback(contenders[-1].pool.shutdown)
         records = [{'scheme': one.name, 'parameters': one.params, 'peak_memory_bytes': peak, 'flops_per_token': one.flops,
                     'gpt_config': one.gpt_cfg and asdict(one.gpt_cfg)} for one, peak in zip(contenders, peaks)]
         if 'train' in cfg.what:
