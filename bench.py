@@ -49,7 +49,7 @@ SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 PEERS = {'hf': 'hf_gpt2', 'hf_tuned': 'hf_gpt2_tuned'}
 FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
 BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
-SUITES = {name: {  # title: options; time is compared with the first scheme's. Memory first, while this process holds none
+SUITES = {name: {  # title: options; time is compared with the first scheme's
     'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
     'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
                                                       f'--batch_size=64 --what=train --memory=False --peer={peers}',
@@ -375,6 +375,7 @@ def main(argv):
         check_json(Path(cfg.json))
     if cfg.suite is None:
         found = compare(given)
+        keep(found, cfg.json)
     else:
         if idle := sorted(given.keys() - SUITE_OPTIONS):
             raise UserError(f'{idle[0]}={given[idle[0]]}: suite={cfg.suite} has its own; with it go {", ".join(sorted(SUITE_OPTIONS))}')
@@ -387,7 +388,6 @@ def main(argv):
                 options = parse([*options.split(), *shared], GPTConfig, BenchConfig)
                 found['suite'].append({'title': title} | pool.submit(compare, options).result())
             keep(found, cfg.json)  # what was measured, should the next one fail
-    keep(found, cfg.json)
     if cfg.json is not None:
         print(f'\nevery number: {cfg.json}')
 

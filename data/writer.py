@@ -245,38 +245,32 @@ def in_chunks(pieces):
         yield chunk
 
 
-class Encoder:
-    """Chunk -> ({split: its ids}, {split: documents ended in it}, number of pieces)."""
+def encode(tokens, end_documents, chunk):
+    """{split: its ids}, {split: documents ended in it}, number of pieces."""
+    def ids(pieces):
+        if end_documents and tokens.eot is not None:
+            return tokens.encode_documents(pieces)
+        return np.concatenate([np.empty(0, np.uint32), *(tokens.encode_array(text) for text, _ in pieces)])
 
-    def __init__(self, description, end_documents):
-        self.tokens, self.end_documents = tokenizer.from_description(description), end_documents
-
-    def encode(self, pieces):
-        if self.end_documents and self.tokens.eot is not None:
-            return self.tokens.encode_documents(pieces)
-        return np.concatenate([np.empty(0, np.uint32), *(self.tokens.encode_array(text) for text, _ in pieces)])
-
-    def __call__(self, chunk):
-        parts = {split: [piece for name, *piece in chunk if name == split] for split in SPLITS}
-        documents = {split: sum(last for _, last in parts[split]) for split in SPLITS}
-        return {split: self.encode(parts[split]) for split in SPLITS}, documents, len(chunk)
+    parts = {split: [piece for name, *piece in chunk if name == split] for split in SPLITS}
+    documents = {split: sum(last for _, last in parts[split]) for split in SPLITS}
+    return {split: ids(parts[split]) for split in SPLITS}, documents, len(chunk)
 
 
-encoder = functools.cache(lambda description, end_documents: Encoder(json.loads(description), end_documents))
+worker_tokens = functools.cache(lambda description: tokenizer.from_description(json.loads(description)))  # made by the first chunk
 
 
-def encode_here(description, end_documents, chunk):
-    """What a worker does: the first chunk makes its Encoder."""
-    return encoder(description, end_documents)(chunk)
+def encode_in_worker(description, end_documents, chunk):
+    return encode(worker_tokens(description), end_documents, chunk)
 
 
 def encode_all(tokens, end_documents, chunks, num_proc):
-    """What an Encoder makes of each chunk, in order, by num_proc processes if there is enough to do for them."""
+    """`encode` of each chunk, in order, by num_proc processes if there is enough to do for them."""
     first = list(islice(chunks, 2 if num_proc > 1 else 0))
     if len(first) < 2:
-        yield from map(Encoder(tokens.description, end_documents), chain(first, chunks))
+        yield from map(functools.partial(encode, tokens, end_documents), chain(first, chunks))
         return
-    work = functools.partial(encode_here, json.dumps(tokens.description), end_documents)
+    work = functools.partial(encode_in_worker, json.dumps(tokens.description), end_documents)
     with worker_pool(num_proc) as pool:
         yield from ordered_map(pool, work, chain(first, chunks), 2 * num_proc)
 
