@@ -1,12 +1,14 @@
-"""Configuration of every script: dataclasses declare the options; config files and flags override their defaults.
+"""Configuration of every script: dataclasses declare the options; config files and flags override
+their defaults.
 
     python train.py config/owt_lt_nag.py --n_layer=6 --dataset shakespeare_char
 
-Arguments apply from left to right, the last one wins. A config file holds assignments of literals and arithmetic
-over names assigned above; it is read, never executed, and its values pass the same check as the command line's.
-The annotation of a field is its type: int, float, bool, str, Literal[...] or tuple[str, ...] (`a,b` or `a b`),
-each possibly `| None`. An int takes whole floats (6e5, 480 / 40), a float takes ints, neither takes True or False.
-"""
+Arguments apply from left to right, the last one wins. A config file holds assignments of literals
+and arithmetic over names assigned above; it is read, never executed, and its values pass the same
+check as the command line's. The annotation of a field is its type: int, float, bool, str,
+Literal[...] or tuple[str, ...] (`a,b` or `a b`), each possibly `| None`. An int takes whole floats
+(6e5, 480 / 40), a float takes ints, neither takes True or False."""
+
 import ast
 import contextlib
 import dataclasses
@@ -21,19 +23,36 @@ import typing
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 MAX_BYTES = 2**16  # of a config file
-HUGE = 1e30  # no option is as large: the float32 that it becomes stays finite, and so do sums of some
+# no option is as large: the float32 that it becomes stays finite, and so do sums of some
+HUGE = 1e30
 MAX_INT = 2**63  # what a tensor can hold; it also keeps a config file's arithmetic instant
-WORDS = {int: 'an integer', float: 'a number', bool: 'True or False', str: 'text', tuple: 'names like a,b'}
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg}
+WORDS = {
+    int: 'an integer',
+    float: 'a number',
+    bool: 'True or False',
+    str: 'text',
+    tuple: 'names like a,b',
+}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
 
 
 class UserError(ValueError):
-    """What a user got wrong: where, what was given, what is allowed, what to do. Scripts print it and exit with 2."""
+    """What a user got wrong: where, what was given, what is allowed, what to do. Scripts print it
+    and exit with 2."""
 
 
 def run(main):
-    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the output could not be written."""
+    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the
+    output could not be written."""
     open_streams()
     code = 0
     try:
@@ -41,7 +60,8 @@ def run(main):
     except UserError as error:
         rank = os.environ.get('RANK', '0')
         if rank != '0':
-            time.sleep(10)  # if rank 0 has the same to say, this process is ended before it repeats it
+            # if rank 0 has the same to say, this process is ended before it repeats it
+            time.sleep(10)
         tell(f'error: {error}' + f' (rank {rank})' * (rank != '0'))
         dist = sys.modules.get('torch.distributed')
         if dist and dist.is_available() and dist.is_initialized():
@@ -55,7 +75,9 @@ def run(main):
     except BrokenPipeError:
         os._exit(1)  # the reader of the output has left, as `| head` does
     except KeyboardInterrupt:
-        os._exit(130)  # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being written
+        # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being
+        # written
+        os._exit(130)
     except OSError:
         if settle(sys.stdout, '\n'):  # it was not about the output
             raise
@@ -68,9 +90,11 @@ def run(main):
 
 
 def open_streams():
-    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next file opened would take that
-    number, and with it what libraries print there. What the terminal's encoding lacks is printed as an escape."""
-    for name in ('stdin', 'stdout', 'stderr'):  # in the order of their numbers: a file opened takes the lowest that is free
+    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next
+    file opened would take that number, and with it what libraries print there. What the terminal's
+    encoding lacks is printed as an escape."""
+    # in the order of their numbers: a file opened takes the lowest that is free
+    for name in ('stdin', 'stdout', 'stderr'):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w', encoding='utf-8'))
     if hasattr(sys.stdout, 'reconfigure'):
@@ -78,14 +102,17 @@ def open_streams():
 
 
 def settle(stream, probe=''):
-    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it is told, and dropped together
-    with all that follows: Python would try once more at its end and make the exit code 120."""
+    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it
+    is told, and dropped together with all that follows: Python would try once more at its end and
+    make the exit code 120."""
     try:
         stream.write(probe)
         stream.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        tell(f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost')
+        tell(
+            f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost'
+        )
         return False
     return True
 
@@ -98,37 +125,55 @@ def tell(message):
 
 def build(cls, overrides):
     """The dataclass `cls` with those of the overrides that are its fields."""
-    return cls(**{field.name: overrides[field.name] for field in dataclasses.fields(cls) if field.name in overrides})
+    return cls(
+        **{
+            field.name: overrides[field.name]
+            for field in dataclasses.fields(cls)
+            if field.name in overrides
+        }
+    )
 
 
 def parse(argv, *classes):
-    """{key: checked value} from config files and --key=value or --key value; UserError for anything else."""
+    """{key: checked value} from config files and --key=value or --key value; UserError for anything
+    else."""
     fields = {}
     for cls in classes:
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            assert field.name not in fields and field.name != 'base', f'{cls.__name__}.{field.name}: name is taken'
+            assert field.name not in fields and field.name != 'base', (
+                f'{cls.__name__}.{field.name}: name is taken'
+            )
             fields[field.name] = alternatives(hints[field.name])
     overrides, args = {}, list(argv)
     while args:
         arg = args.pop(0)
-        for where, key, value in [read_option(arg, args, fields)] if arg.startswith('--') else read_file(arg):
+        for where, key, value in (
+            [read_option(arg, args, fields)] if arg.startswith('--') else read_file(arg)
+        ):
             if key not in fields:
-                raise UserError(f'{where}: unknown option {key!r}{nearest(key, fields)} (--help lists all)')
+                raise UserError(
+                    f'{where}: unknown option {key!r}{nearest(key, fields)} (--help lists all)'
+                )
             overrides[key] = check(value, fields[key], f'{where}: {key}')
     return overrides
 
 
 def at_least(config, **limits):
-    """UserError unless each named field of the dataclass is None or a number of at least its limit, and not HUGE."""
+    """UserError unless each named field of the dataclass is None or a number of at least its limit,
+    and not HUGE."""
     for name, least in limits.items():
         value = getattr(config, name)
         if value is not None and not least <= value < HUGE:
-            raise UserError(f'{name}={value}: must be at least {least}' + f' and below {HUGE:g}' * (value >= HUGE))
+            raise UserError(
+                f'{name}={value}: must be at least {least}'
+                + f' and below {HUGE:g}' * (value >= HUGE)
+            )
 
 
 def between(config, **limits):
-    """UserError unless each named field of the dataclass is None or lies inside its open interval (low, high)."""
+    """UserError unless each named field of the dataclass is None or lies inside its open interval
+    (low, high)."""
     for name, (low, high) in limits.items():
         value, high = getattr(config, name), min(high, HUGE)
         if value is not None and not low < value < high:
@@ -140,7 +185,10 @@ def convert(cls, values, where):
     hints = typing.get_type_hints(cls)
     if unknown := [key for key in values if key not in hints]:
         raise UserError(f'{where}: unknown {cls.__name__} field {unknown[0]!r:.80}')
-    return {key: check(value, alternatives(hints[key]), f'{where}: {key}') for key, value in values.items()}
+    return {
+        key: check(value, alternatives(hints[key]), f'{where}: {key}')
+        for key, value in values.items()
+    }
 
 
 def alternatives(annotation):
@@ -167,13 +215,20 @@ def check(value, allowed, where):
             return bool(value)
         if kind is str and is_text(value):
             return value
-        if kind is tuple and isinstance(value, tuple) and all(item and is_text(item) for item in value):
+        if (
+            kind is tuple
+            and isinstance(value, tuple)
+            and all(item and is_text(item) for item in value)
+        ):
             return value
-    raise UserError(f'{where} takes {describe(allowed)}, not {value!r:.80}{nearest(str(value), choices)}')
+    raise UserError(
+        f'{where} takes {describe(allowed)}, not {value!r:.80}{nearest(str(value), choices)}'
+    )
 
 
 def is_text(value):
-    """Whether it is a string that a command line could hold: no NUL, and no surrogates but those of undecodable bytes."""
+    """Whether it is a string that a command line could hold: no NUL, and no surrogates but those of
+    undecodable bytes."""
     try:
         return isinstance(value, str) and b'\0' not in value.encode('utf-8', 'surrogateescape')
     except UnicodeEncodeError:
@@ -186,7 +241,9 @@ def describe(allowed):
 
 def nearest(name, names):
     """'; did you mean X?' for the nearest of the names, '' if none is near."""
-    return ''.join(f'; did you mean {near!r}?' for near in difflib.get_close_matches(name, names, n=1))
+    return ''.join(
+        f'; did you mean {near!r}?' for near in difflib.get_close_matches(name, names, n=1)
+    )
 
 
 def nearest_file(path):
@@ -203,7 +260,9 @@ def read_option(arg, rest, fields):
         texts.append(rest.pop(0))
         arg += f' {texts[-1]}'
     if not texts and key in fields and bool not in allowed:
-        raise UserError(f'{arg}: the value is missing; write --{key}=VALUE, where {key} takes {describe(allowed)}')
+        raise UserError(
+            f'{arg}: the value is missing; write --{key}=VALUE, where {key} takes {describe(allowed)}'
+        )
     return arg, key, from_text(','.join(texts) if texts else 'True', allowed)
 
 
@@ -222,7 +281,8 @@ def from_text(text, allowed):
 
 
 def read_file(path, asked_by='', seen=()):
-    """Yield (where, key, value) for each assignment of a config file; `base = 'FILE.py'` yields those of FILE.
+    """Yield (where, key, value) for each assignment of a config file; `base = 'FILE.py'` yields
+    those of FILE.
 
     `asked_by` is the line with that base, `seen` the files that led to it."""
     path = os.path.normpath(path)
@@ -238,34 +298,50 @@ def read_file(path, asked_by='', seen=()):
         body = ast.parse(source).body
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         line = '' if isinstance(error, OSError) else f':{getattr(error, "lineno", None) or 1}'
-        reason = getattr(error, 'strerror', None) or getattr(error, 'msg', None) or str(error) or 'nested too deeply'
+        reason = (
+            getattr(error, 'strerror', None)
+            or getattr(error, 'msg', None)
+            or str(error)
+            or 'nested too deeply'
+        )
         near = nearest_file(path) if isinstance(error, FileNotFoundError) else ''
-        raise UserError(f'{asked_by}{path}{line}: cannot be read as a config file: {reason}{near}') from None
+        raise UserError(
+            f'{asked_by}{path}{line}: cannot be read as a config file: {reason}{near}'
+        ) from None
     names = {}
     for node in body:
         where = f'{path}:{node.lineno}'
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+        if not (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
             raise UserError(f'{where}: a config file holds only assignments like `n_layer = 12`')
         key = node.targets[0].id
         try:
             value = evaluate(node.value, names)
         except (ArithmeticError, ValueError, RecursionError) as error:
             reason = error.args[-1]
-            raise UserError(f'{where}: {key}: {reason}; write a literal or arithmetic over names above') from None
+            raise UserError(
+                f'{where}: {key}: {reason}; write a literal or arithmetic over names above'
+            ) from None
         if key != 'base':
             assignments = [(where, key, value)]
         elif node is body[0]:
             base = os.path.join(os.path.dirname(path), check(value, [str], f'{where}: base'))
             assignments = read_file(base, f'{where}: ', (*seen, os.path.realpath(path)))
         else:
-            raise UserError(f'{where}: `base` must be the first assignment, for the others to override it')
+            raise UserError(
+                f'{where}: `base` must be the first assignment, for the others to override it'
+            )
         for assignment in assignments:
             names[assignment[1]] = assignment[2]
             yield assignment
 
 
 def evaluate(node, names):
-    """The value of an expression's syntax tree; ValueError or ArithmeticError says why it has none."""
+    """The value of an expression's syntax tree; ValueError or ArithmeticError says why it has
+    none."""
     match node:
         case ast.Constant(value=value):
             pass
@@ -275,11 +351,16 @@ def evaluate(node, names):
             raise ValueError(f'{name!r} is not assigned above, here or in the base')
         case ast.Tuple(elts=items) | ast.List(elts=items):
             value = tuple(evaluate(item, names) for item in items)
-        case ast.UnaryOp(op=op, operand=left) | ast.BinOp(op=op, left=left) if type(op) in OPERATORS:
-            operands = [evaluate(side, names) for side in (left, getattr(node, 'right', None)) if side]
+        case ast.UnaryOp(op=op, operand=left) | ast.BinOp(op=op, left=left) if (
+            type(op) in OPERATORS
+        ):
+            operands = [
+                evaluate(side, names) for side in (left, getattr(node, 'right', None)) if side
+            ]
             if any(type(operand) not in (int, float) for operand in operands):
                 raise ValueError('arithmetic is for numbers only')
-            if isinstance(op, ast.Pow) and abs(float(operands[0]) ** operands[1]) >= MAX_INT:  # 9**9**9 takes minutes
+            # 9**9**9 takes minutes
+            if isinstance(op, ast.Pow) and abs(float(operands[0]) ** operands[1]) >= MAX_INT:
                 raise ValueError('the power is too large')
             value = OPERATORS[type(op)](*operands)
         case _:
@@ -296,23 +377,41 @@ def show_help(doc, *sources):
         sys.exit(0)
 
 
+def comment_of(field, lines):
+    """The comment on a field's line, or else the one on the lines directly above it."""
+    comment = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode().strip('# ')
+    above = field.lineno - 2
+    while lines[above].strip().startswith('# ') and '# ----' not in lines[above]:
+        above -= 1
+    return comment or ' '.join(line.strip('# ') for line in lines[above + 1 : field.lineno - 1])
+
+
 def help_text(doc, *sources):
-    """`doc` and the fields of each source, read from the source text, so that help is instant. A dict that the comment of a
-    field names, like SCHEMES, is printed as its keys."""
+    """`doc` and the fields of each source, read from the source text, so that help is instant. A
+    dict that the comment of a field names, like SCHEMES, is printed as its keys."""
     parts = [doc.strip()]
     for source in sources:
         path, name = source.split(':')
         with open(os.path.join(ROOT, path), encoding='utf-8') as file:
             text = file.read()
         lines, body = text.splitlines(), ast.parse(text).body
-        dicts = {ast.unparse(node.targets[0]): ', '.join(ast.unparse(key).strip("'") for key in node.value.keys if key)
-                 for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)}
+        dicts = {
+            ast.unparse(node.targets[0]): ', '.join(
+                ast.unparse(key).strip("'") for key in node.value.keys if key
+            )
+            for node in body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        }
         rows = []
-        for node in next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name).body:
+        for node in next(
+            node for node in body if isinstance(node, ast.ClassDef) and node.name == name
+        ).body:
             if isinstance(node, ast.AnnAssign) and node.value:
                 kind = ast.unparse(node.annotation).replace(' | ', '|')
-                kind = re.sub(r'Literal\[(.*?)\]', lambda m: m[1].replace("'", '').replace(', ', '|'), kind)
-                comment = lines[node.end_lineno - 1].encode()[node.end_col_offset:].decode().strip('# ')
+                kind = re.sub(
+                    r'Literal\[(.*?)\]', lambda m: m[1].replace("'", '').replace(', ', '|'), kind
+                )
+                comment = comment_of(node, lines)
                 comment = re.sub(r'\w+', lambda m: dicts.get(m[0], m[0]), comment)
                 rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
         widths = [max(map(len, column)) for column in zip(*rows)][:3] + [0]

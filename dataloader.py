@@ -1,8 +1,9 @@
-"""Batches as a pure function of counters: the n-th sequence of a run depends on (seed, n) and on nothing else.
+"""Batches as a pure function of counters: the n-th sequence of a run depends on (seed, n) and on
+nothing else.
 
-Neither the scheme, the number of processes, the split into micro-batches, the evaluation cadence nor a resume changes
-what a run reads, and no permutation is ever stored.
-"""
+Neither the scheme, the number of processes, the split into micro-batches, the evaluation cadence
+nor a resume changes what a run reads, and no permutation is ever stored."""
+
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ import torch
 from configurator import UserError
 from dataset import how_to_prepare
 
-SCAN = 2 ** 26  # splits of up to that many tokens are checked whole at the start, the ids of longer ones as they are read
+# splits of up to that many tokens are checked whole at the start, the ids of longer ones as they
+# are read
+SCAN = 2**26
 
 
 class Split:
@@ -31,44 +34,64 @@ class Split:
         try:
             self.file = open(self.path, 'rb', buffering=0)
         except OSError as error:
-            raise UserError(f'{self.path}: {error.strerror}; {how_to_prepare(Path(folder))}') from None
+            raise UserError(
+                f'{self.path}: {error.strerror}; {how_to_prepare(Path(folder))}'
+            ) from None
         size, expected = os.fstat(self.file.fileno()).st_size, self.n_tokens * self.dtype.itemsize
         if size != expected:
-            raise UserError(f'{self.path}: {size} bytes, but meta.json promises {self.n_tokens} tokens = {expected} bytes; '
-                            f'the copy is incomplete or of another set; {how_to_prepare(Path(folder))}')
+            raise UserError(
+                f'{self.path}: {size} bytes, but meta.json promises {self.n_tokens} tokens = {expected} bytes; '
+                f'the copy is incomplete or of another set; {how_to_prepare(Path(folder))}'
+            )
         self.n_windows = (self.n_tokens - 1) // block_size
         if self.n_windows < 1:
-            raise UserError(f'{self.path}: {self.n_tokens} tokens, fewer than the block_size + 1 = {block_size + 1} of one '
-                            f'window; lower block_size or prepare more text')
+            raise UserError(
+                f'{self.path}: {self.n_tokens} tokens, fewer than the block_size + 1 = {block_size + 1} of one '
+                f'window; lower block_size or prepare more text'
+            )
         if self.n_tokens <= SCAN:
             found = hashlib.sha256(self.read(0, self.n_tokens)).hexdigest()
             if found != meta['sha256'][name]:
-                raise UserError(f'{self.path}: sha256 {found[:12]}, but meta.json says {meta["sha256"][name][:12]}: damaged or of '
-                                f'another set; {how_to_prepare(Path(folder))}')
+                raise UserError(
+                    f'{self.path}: sha256 {found[:12]}, but meta.json says {meta["sha256"][name][:12]}: damaged or of '
+                    f'another set; {how_to_prepare(Path(folder))}'
+                )
 
     def read(self, start, count):
         """`count` ids from token `start` on, as an array of the bin's dtype."""
-        data = os.pread(self.file.fileno(), count * self.dtype.itemsize, start * self.dtype.itemsize)
+        data = os.pread(
+            self.file.fileno(), count * self.dtype.itemsize, start * self.dtype.itemsize
+        )
         ids = np.frombuffer(data, dtype=self.dtype)
         if len(ids) < count or ids.max() >= self.vocab_size:
-            what = 'ends early' if len(ids) < count else f'id {ids.max()} at token {start + ids.argmax()}'
-            raise UserError(f'{self.path}: {what}, beyond its {self.n_tokens} tokens of {self.vocab_size} kinds; prepare it again')
+            what = (
+                'ends early'
+                if len(ids) < count
+                else f'id {ids.max()} at token {start + ids.argmax()}'
+            )
+            raise UserError(
+                f'{self.path}: {what}, beyond its {self.n_tokens} tokens of {self.vocab_size} kinds; prepare it again'
+            )
         return ids
 
     def batch(self, windows):
         """Window numbers (B) -> inputs and targets, (B, T) int64 each."""
         T = self.block_size
         ids = np.stack([self.read(int(i) * T, T + 1) for i in windows]).astype(np.int64)
-        # copied by numpy: in a thread that stays, torch would start OpenMP workers beside those of training
-        return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
+        # copied by numpy: in a thread that stays, torch would start OpenMP workers beside those of
+        # training
+        return tuple(
+            torch.from_numpy(np.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:])
+        )
 
 
 def shuffled(n, size, key):
-    """The n-th elements (array of ints) of a pseudo-random permutation of range(size) that `key` chooses.
+    """The n-th elements (array of ints) of a pseudo-random permutation of range(size) that `key`
+    chooses.
 
-    A six-round Feistel network permutes the numbers of an even count of bits; those that land outside range(size) walk
-    on until they fall inside (Black and Rogaway, 2002). Nothing is stored, whatever the size.
-    """
+    A six-round Feistel network permutes the numbers of an even count of bits; those that land
+    outside range(size) walk on until they fall inside (Black and Rogaway, 2002). Nothing is stored,
+    whatever the size."""
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask, half = np.uint64((1 << half) - 1), np.uint64(half)
     n = np.array(n, dtype=np.uint64)
@@ -83,9 +106,10 @@ def shuffled(n, size, key):
 
 
 def mix(x, *keys):
-    """Hashes 64-bit numbers under the keys, splitmix64's finalizer after each (Steele, Lea and Flood, 2014)."""
+    """Hashes 64-bit numbers under the keys, splitmix64's finalizer after each (Steele, Lea and
+    Flood, 2014)."""
     for key in keys:
-        x = x ^ np.uint64((key + 1) * 0x9E3779B97F4A7C15 % 2 ** 64)
+        x = x ^ np.uint64((key + 1) * 0x9E3779B97F4A7C15 % 2**64)
         x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         x = x ^ x >> np.uint64(31)
@@ -93,7 +117,8 @@ def mix(x, *keys):
 
 
 def sequence_windows(n, n_windows, seed):
-    """Sequence numbers (array) -> window numbers: each epoch visits every window once, in an order of its own."""
+    """Sequence numbers (array) -> window numbers: each epoch visits every window once, in an order
+    of its own."""
     n = np.asarray(n, dtype=np.int64)
     windows = np.empty_like(n)
     for epoch in np.unique(n // n_windows):
@@ -104,14 +129,21 @@ def sequence_windows(n, n_windows, seed):
 
 
 class TrainLoader:
-    """Iterates over this rank's micro-batches, on the device, from optimizer step `step` on; reads one ahead.
+    """Iterates over this rank's micro-batches, on the device, from optimizer step `step` on; reads
+    one ahead.
 
-    Micro-batch m of a step (of all accum_steps, over all ranks) holds the sequences (step * accum_steps + m) * batch_size
-    and following; rank r takes every m = r modulo world_size.
-    """
+    Micro-batch m of a step (of all accum_steps, over all ranks) holds the sequences (step *
+    accum_steps + m) * batch_size and following; rank r takes every m = r modulo world_size."""
 
-    def __init__(self, split, batch_size, accum_steps, seed, step=0, rank=0, world_size=1, device='cpu'):
-        self.split, self.batch_size, self.seed, self.device = split, batch_size, seed, torch.device(device)
+    def __init__(
+        self, split, batch_size, accum_steps, seed, step=0, rank=0, world_size=1, device='cpu'
+    ):
+        self.split, self.batch_size, self.seed, self.device = (
+            split,
+            batch_size,
+            seed,
+            torch.device(device),
+        )
         self.next, self.stride = step * accum_steps + rank, world_size
 
     def micro_batch(self, m):
@@ -127,10 +159,13 @@ class TrainLoader:
                 batch = ahead.result()
                 self.next += self.stride
                 ahead = pool.submit(self.micro_batch, self.next)
-                yield tuple(t.to(self.device, non_blocking=self.device.type == 'cuda') for t in batch)
+                yield tuple(
+                    t.to(self.device, non_blocking=self.device.type == 'cuda') for t in batch
+                )
 
 
 def eval_windows(n_windows, count):
-    """`count` window numbers spread evenly over a split: the same ones for every run, seed and world size."""
+    """`count` window numbers spread evenly over a split: the same ones for every run, seed and
+    world size."""
     count = min(count, n_windows)
     return np.arange(count) * n_windows // count

@@ -1,9 +1,15 @@
-"""One model on several processes: DDP keeps a copy on each, FSDP2 a shard, for models beyond one GPU's memory."""
+"""One model on several processes: DDP keeps a copy on each, FSDP2 a shard, for models beyond one
+GPU's memory."""
+
 import contextlib
 import functools
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,47 +21,73 @@ from model import Linear
 
 
 def checkpoint_activations(model):
-    """Keeps only the streams between layers for backward and computes the rest of each layer a second time there."""
+    """Keeps only the streams between layers for backward and computes the rest of each layer a
+    second time there."""
     for block in model.transformer.h:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def shard(model, rt):
-    """Shards the parameters of `model` in place over all processes, each layer's matrices a unit that is gathered when used.
+    """Shards the parameters of `model` in place over all processes, each layer's matrices a unit
+    that is gathered when used.
 
-    Rank 0's weights are dealt out; the others' are ignored and best on the meta device, which takes no memory. If rank 0's are
-    there, too, all hold arbitrary numbers afterwards, to be filled from shards. Parameters, gradients and optimizer state stay float32. The matrices inside the layers travel and work in rt.dtype; norms,
-    scalars and tables, small or used once, travel in float32, so that every sum is made as it is without sharding.
-    """
-    weights, filled = model.state_dict(), not rt.any(rt.is_main and next(model.parameters()).is_meta)
+    Rank 0's weights are dealt out; the others' are ignored and best on the meta device, which takes
+    no memory. If rank 0's are there, too, all hold arbitrary numbers afterwards, to be filled from
+    shards. Parameters, gradients and optimizer state stay float32. The matrices inside the layers
+    travel and work in rt.dtype; norms, scalars and tables, small or used once, travel in float32,
+    so that every sum is made as it is without sharding."""
+    weights, filled = (
+        model.state_dict(),
+        not rt.any(rt.is_main and next(model.parameters()).is_meta),
+    )
     mesh = init_device_mesh(rt.device.type, (rt.world_size,))
-    half = MixedPrecisionPolicy(param_dtype=None if rt.dtype == torch.float32 else rt.dtype, reduce_dtype=torch.float32)
+    half = MixedPrecisionPolicy(
+        param_dtype=None if rt.dtype == torch.float32 else rt.dtype, reduce_dtype=torch.float32
+    )
     for block in model.transformer.h:
-        fully_shard([module for module in block.modules() if isinstance(module, Linear)], mesh=mesh, mp_policy=half)
+        fully_shard(
+            [module for module in block.modules() if isinstance(module, Linear)],
+            mesh=mesh,
+            mp_policy=half,
+        )
     fully_shard(model, mesh=mesh)
     if next(model.parameters()).is_meta:
         model.to_empty(device=rt.device)
     if filled:
-        set_model_state_dict(model, weights if rt.is_main else {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        set_model_state_dict(
+            model,
+            weights if rt.is_main else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
 
 
 def replicate(model, rt):
     """What to call in training instead of `model`: it averages the gradients over all processes."""
     if not rt.distributed or isinstance(model, FSDPModule):
         return model
-    return DistributedDataParallel(model, device_ids=[rt.device] if rt.device.type == 'cuda' else None, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model,
+        device_ids=[rt.device] if rt.device.type == 'cuda' else None,
+        gradient_as_bucket_view=True,
+    )
 
 
 def only_local(module):
-    """A context in which backward leaves the gradients unaveraged: for all micro-steps but an update's last.
+    """A context in which backward leaves the gradients unaveraged: for all micro-steps but an
+    update's last.
 
-    Under FSDP every micro-step is averaged, since unsharded gradients would need the memory that sharding saves.
-    """
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+    Under FSDP every micro-step is averaged, since unsharded gradients would need the memory that
+    sharding saves."""
+    return (
+        module.no_sync()
+        if isinstance(module, DistributedDataParallel)
+        else contextlib.nullcontext()
+    )
 
 
 def clip_grad_norm(model, limit):
-    """Scales the gradient of all parameters to a norm of at most `limit`; returns the norm before, a number."""
+    """Scales the gradient of all parameters to a norm of at most `limit`; returns the norm before,
+    a number."""
     norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     number = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     if number > limit:  # the others are spared a pass over memory
@@ -67,25 +99,38 @@ def whole_state(model):
     """The model's state dict, put together on rank 0; all ranks must take part."""
     if not isinstance(model, FSDPModule):
         return model.state_dict()
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
 
 
 def memory_estimate(model, cfg, dtype, world_size):
-    """{how: bytes on each GPU} for ddp, ddp with zero, and fsdp; activations without checkpointing, no fragmentation.
+    """{how: bytes on each GPU} for ddp, ddp with zero, and fsdp; activations without checkpointing,
+    no fragmentation.
 
-    `model` may be on the meta device. State: 4 bytes a parameter each for weight and gradient, 8 for AdamW's moments, 4 for
-    Muon's momentum. Activations: about 34 C bytes a token and layer in 16 bits (Korthikanti et al., 2022, without the
-    attention matrix), twice that for the momentum schemes' float32 streams and for SwiGLU's wider hidden layer at the most.
-    """
+    `model` may be on the meta device. State: 4 bytes a parameter each for weight and gradient, 8
+    for AdamW's moments, 4 for Muon's momentum. Activations: about 34 C bytes a token and layer in
+    16 bits (Korthikanti et al., 2022, without the attention matrix), twice that for the momentum
+    schemes' float32 streams and for SwiGLU's wider hidden layer at the most."""
     params = sum(p.numel() for p in model.parameters())
     matrices = sum(m.weight.numel() for m in model.transformer.h.modules() if isinstance(m, Linear))
     optimizer = 8 * params - (4 * matrices if cfg.optimizer == 'muon' else 0)
     tokens, layer = cfg.batch_size * model.cfg.block_size, matrices // model.cfg.n_layer
-    activations = tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
-    return {'ddp': 8 * params + optimizer + activations, 'ddp + zero': 8 * params + optimizer // world_size + activations,
-            'fsdp': (8 * params + optimizer) // world_size + 4 * (params - matrices) + 8 * layer + activations}
+    activations = (
+        tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
+    )
+    return {
+        'ddp': 8 * params + optimizer + activations,
+        'ddp + zero': 8 * params + optimizer // world_size + activations,
+        'fsdp': (8 * params + optimizer) // world_size
+        + 4 * (params - matrices)
+        + 8 * layer
+        + activations,
+    }
 
 
 def memory_text(model, cfg, dtype, world_size):
     return 'memory on each device about ' + ', '.join(
-        f'{size / 2 ** 30:.1f} GiB ({how})' for how, size in memory_estimate(model, cfg, dtype, world_size).items())
+        f'{size / 2**30:.1f} GiB ({how})'
+        for how, size in memory_estimate(model, cfg, dtype, world_size).items()
+    )

@@ -1,4 +1,5 @@
 """Device, precision, processes and printing: the preamble that train, sample and bench share."""
+
 import contextlib
 import ctypes
 import math
@@ -18,9 +19,23 @@ from torch.distributed.rendezvous import rendezvous
 from configurator import ROOT, UserError, settle, tell
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-PEAK_FLOPS = {  # dense 16-bit operations per second by device name (the makers' data sheets); the first match counts
-    'H200': 989e12, 'H100 PCIe': 756e12, 'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12,
-    'A10G': 70e12, 'RTX 4090': 165e12, 'RTX 3090': 71e12, 'V100': 125e12, 'T4': 65e12}
+# dense 16-bit operations per second by device name (the makers' data sheets); the first match
+# counts
+PEAK_FLOPS = {
+    'H200': 989e12,
+    'H100 PCIe': 756e12,
+    'H100': 989e12,
+    'B200': 2250e12,
+    'A100': 312e12,
+    'L40S': 362e12,
+    'L40': 181e12,
+    'L4': 121e12,
+    'A10G': 70e12,
+    'RTX 4090': 165e12,
+    'RTX 3090': 71e12,
+    'V100': 125e12,
+    'T4': 65e12,
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +71,11 @@ class Runtime:
             getattr(torch, self.device.type).synchronize()
 
     def sum(self, values):
-        """The sums over ranks of a list of numbers or 0-dim tensors, as floats: one synchronization."""
-        total = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=self.device) for v in values])
+        """The sums over ranks of a list of numbers or 0-dim tensors, as floats: one
+        synchronization."""
+        total = torch.stack(
+            [torch.as_tensor(v, dtype=torch.float32, device=self.device) for v in values]
+        )
         if self.distributed:
             dist.all_reduce(total)
         return total.tolist()
@@ -88,21 +106,31 @@ class Runtime:
 
 
 def keep_freed_memory(keep=True):
-    """Makes glibc keep the memory of freed tensors for the next ones; given back to the system, each of its pages has to be
-    cleared again at the next use: an eighth of a training step on a CPU. keep=False: about what glibc does by itself."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # another C library has other ways
+    """Makes glibc keep the memory of freed tensors for the next ones; given back to the system,
+    each of its pages has to be cleared again at the next use: an eighth of a training step on a
+    CPU. keep=False: about what glibc does by itself."""
+    # another C library has other ways
+    with contextlib.suppress(OSError, TypeError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: how many blocks come straight from the system
-        mallopt(-1, -1 if keep else 2 ** 26)  # M_TRIM_THRESHOLD: how much may lie free at the top; -1: all
-        mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD: the size up to which none does, at its maximum
+        # M_MMAP_MAX: how many blocks come straight from the system
+        mallopt(-4, 0 if keep else 65536)
+        # M_TRIM_THRESHOLD: how much may lie free at the top; -1: all
+        mallopt(-1, -1 if keep else 2**26)
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the size up to which none does, at its maximum
 
 
 def world():
     """(rank, number of processes) as torchrun tells them."""
     try:
-        return (int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])) if 'RANK' in os.environ else (0, 1)
+        return (
+            (int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))
+            if 'RANK' in os.environ
+            else (0, 1)
+        )
     except (KeyError, ValueError) as error:
-        raise UserError(f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, or unset RANK') from None
+        raise UserError(
+            f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, or unset RANK'
+        ) from None
 
 
 def start(device='auto', dtype='auto', backend='auto'):
@@ -112,16 +140,29 @@ def start(device='auto', dtype='auto', backend='auto'):
     """
     rank, world_size = world()
     if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+        device = (
+            'cuda'
+            if torch.cuda.is_available()
+            else 'mps'
+            if torch.backends.mps.is_available()
+            else 'cpu'
+        )
     try:
         device = torch.device(device)
         if device.type == 'cuda':
-            device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', rank)) if 'RANK' in os.environ else device.index or 0)
+            device = torch.device(
+                'cuda',
+                int(os.environ.get('LOCAL_RANK', rank))
+                if 'RANK' in os.environ
+                else device.index or 0,
+            )
         if device.type not in ('cuda', 'mps', 'cpu', 'xpu'):
             raise RuntimeError('not a device to train on')
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f'device={device}: not usable here ({str(error).splitlines()[0]}); try --device=cpu') from None
+        raise UserError(
+            f'device={device}: not usable here ({str(error).splitlines()[0]}); try --device=cpu'
+        ) from None
     if device.type == 'cuda':
         torch.cuda.set_device(device)
     elif device.type == 'cpu':
@@ -129,28 +170,38 @@ def start(device='auto', dtype='auto', backend='auto'):
     if dtype == 'auto':
         dtype = 'bfloat16' if has_bfloat16(device) else 'float32'
     if dtype == 'float16' and device.type == 'cpu':
-        raise UserError('dtype=float16: no gain on a CPU and easily out of range; use bfloat16 or float32')
+        raise UserError(
+            'dtype=float16: no gain on a CPU and easily out of range; use bfloat16 or float32'
+        )
     if 'RANK' in os.environ and not dist.is_initialized():
         backend = ('nccl' if device.type == 'cuda' else 'gloo') if backend == 'auto' else backend
         if backend == 'nccl' and device.type != 'cuda':
-            raise UserError(f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo')
-        dist.init_process_group(backend, store=fresh_store(rank, world_size), rank=rank, world_size=world_size,
-                                device_id=device if backend == 'nccl' else None)
+            raise UserError(
+                f'backend=nccl works with CUDA devices only, not device={device.type}; use --backend=gloo'
+            )
+        dist.init_process_group(
+            backend,
+            store=fresh_store(rank, world_size),
+            rank=rank,
+            world_size=world_size,
+            device_id=device if backend == 'nccl' else None,
+        )
     return Runtime(device, DTYPES[dtype], rank, world_size)
 
 
 def fresh_store(rank, world_size):
     """torchrun's key-value store, under a prefix of this start's own that all ranks agree on.
 
-    After a restart torchrun hands out the store of the start before, with the dead processes' addresses in it; whoever reads
-    one before its successor has written never connects. Counts of restarts differ between nodes, so rank 0 draws a prefix and
-    the others answer under it until rank 0 confirms that it has read their answers.
-    """
+    After a restart torchrun hands out the store of the start before, with the dead processes'
+    addresses in it; whoever reads one before its successor has written never connects. Counts of
+    restarts differ between nodes, so rank 0 draws a prefix and the others answer under it until
+    rank 0 confirms that it has read their answers."""
     store, _, _ = next(rendezvous('env://'))
     me = uuid.uuid4().hex
     if rank == 0:
         store.set('start', me)
-        answers = [store.get(f'{me}/{other}').decode() for other in range(1, world_size)]  # waits for each
+        # waits for each
+        answers = [store.get(f'{me}/{other}').decode() for other in range(1, world_size)]
         store.set(f'{me}/confirmed', ' '.join(answers))
         return dist.PrefixStore(me, store)
     while True:
@@ -163,7 +214,9 @@ def fresh_store(rank, world_size):
 
 def cpu_features():
     """{name: value} of this CPU, as far as torch tells (2.9 does not)."""
-    return getattr(torch.cpu, 'get_capabilities', dict)() or {'avx512_bf16': torch.cpu._is_avx512_bf16_supported()}
+    return getattr(torch.cpu, 'get_capabilities', dict)() or {
+        'avx512_bf16': torch.cpu._is_avx512_bf16_supported()
+    }
 
 
 def has_bfloat16(device):
@@ -177,7 +230,8 @@ def has_bfloat16(device):
 
 
 def compiler_works(device):
-    """True, or why not: a missing C++ compiler, Triton or Python headers each fail in their own way."""
+    """True, or why not: a missing C++ compiler, Triton or Python headers each fail in their own
+    way."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
         return True
@@ -186,17 +240,22 @@ def compiler_works(device):
 
 
 def to_compile(mode, runtime, decoding=False):
-    """Whether `mode` ('auto': on CUDA only, 'True', 'False') and this machine mean compiled code; warns where they disagree.
+    """Whether `mode` ('auto': on CUDA only, 'True', 'False') and this machine mean compiled code;
+    warns where they disagree.
 
     decoding: for steps of one token, which are compiled on CUDA only.
     """
     if mode == 'False' or (mode == 'auto' and runtime.device.type != 'cuda'):
         return False
     if decoding and runtime.device.type != 'cuda':
-        runtime.print(f'warning: compile={mode}: tokens are generated by compiled code on CUDA only, going on without')
+        runtime.print(
+            f'warning: compile={mode}: tokens are generated by compiled code on CUDA only, going on without'
+        )
         return False
     if (works := compiler_works(runtime.device)) is not True:
-        runtime.print(f'warning: compile={mode}: no working compiler here, going on without ({works})')
+        runtime.print(
+            f'warning: compile={mode}: no working compiler here, going on without ({works})'
+        )
     return works is True
 
 
@@ -204,23 +263,33 @@ def compile_model(model, mode, runtime):
     """Compiles `model` in place if `to_compile`; returns whether it did."""
     compiled = to_compile(mode, runtime)
     if compiled:
-        model.compile(dynamic=False)  # evaluation's batch size gets a graph of its own, not a slower one for all sizes
+        # evaluation's batch size gets a graph of its own, not a slower one for all sizes
+        model.compile(dynamic=False)
     return compiled
 
 
 def code_version():
     """The commit of this code, '+' after it if files differ from it; None outside a repository."""
+
     def git(*args):
-        return subprocess.run(['git', '-C', ROOT, *args], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ['git', '-C', ROOT, *args], capture_output=True, text=True
+        ).stdout.strip()
+
     try:
-        return (git('rev-parse', '--short=12', 'HEAD') + '+' * bool(git('status', '--porcelain', '-uno'))) or None
+        return (
+            git('rev-parse', '--short=12', 'HEAD')
+            + '+' * bool(git('status', '--porcelain', '-uno'))
+        ) or None
     except OSError:
         return None
 
 
 def rng_state(device):
     """The state of the generators that dropout on `device` draws from, a list of tensors."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == 'cuda' else [])
+    return [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state(device)] if device.type == 'cuda' else []
+    )
 
 
 def set_rng_state(device, states):
@@ -234,7 +303,8 @@ def set_rng_state(device, states):
 
 
 class Signals:
-    """The first SIGTERM, SIGINT or SIGUSR1 asks the loop to stop after its step; a second SIGINT stops at once."""
+    """The first SIGTERM, SIGINT or SIGUSR1 asks the loop to stop after its step; a second SIGINT
+    stops at once."""
 
     def __init__(self):
         self.caught = None
@@ -248,7 +318,8 @@ class Signals:
 
 
 def stop():
-    """Leaves the process group, together. Drop DDP's wrapper first: its destructor must not be the one to free the group."""
+    """Leaves the process group, together. Drop DDP's wrapper first: its destructor must not be the
+    one to free the group."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -268,12 +339,20 @@ def main_memory():
 
 @contextlib.contextmanager
 def memory_for(remedy, failure=UserError):
-    """Turns running out of memory, the device's or main memory, into a `failure` that names the remedy."""
+    """Turns running out of memory, the device's or main memory, into a `failure` that names the
+    remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        says_so = ("can't allocate memory", 'not enough memory', 'Storage size calculation overflowed', 'multiplication overflow')
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(text in reason for text in says_so):
+        says_so = (
+            "can't allocate memory",
+            'not enough memory',
+            'Storage size calculation overflowed',
+            'multiplication overflow',
+        )
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
+            text in reason for text in says_so
+        ):
             raise
         raise failure(f'out of memory ({reason:.200}); {remedy}') from None

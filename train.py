@@ -7,9 +7,12 @@ Trains one update scheme on a prepared data set.
 
 Every option can be given as --key=value; config files and options apply from left to right.
 """
+
 if __name__ == '__main__':
     from configurator import show_help
-    show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')  # before torch is imported: instant
+
+    # before torch is imported: instant
+    show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')
 
 import contextlib
 import importlib.util
@@ -37,44 +40,56 @@ from metrics import Metrics, other_units
 from model import GPT, SCHEMES, GPTConfig
 from optim import configure_optimizer, describe, lr_multiplier
 
-STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's mistake
+# exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's
+# mistake
+STOPPED = 75
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The run. None stands for a default that depends on the rest; `resolve` fills it in."""
+
     out_dir: str = 'out'  # the run's folder: checkpoints and metrics.jsonl
     dataset: str = 'openwebtext'  # a folder under data/, or a path to any prepared folder
-    init_from: str = 'scratch'  # scratch, resume, auto (resume if there is something), gpt2[-medium|-large|-xl], or a checkpoint file
+    # scratch, resume, auto (resume if there is something), gpt2[-medium|-large|-xl], or a
+    # checkpoint file
+    init_from: str = 'scratch'
     overwrite: bool = False  # scratch: delete the run that out_dir holds
     seed: int = 1337  # of the weights, the data order and dropout
-    # batch: batch_size x gradient_accumulation_steps sequences an update, whatever the number of processes
+    # ---- batch: batch_size x gradient_accumulation_steps sequences an update, whatever the number of processes
     batch_size: int = 12  # sequences in a micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches in an update, all processes together
     max_iters: int = 30000  # updates; 0 only evaluates and saves
-    # optimizer
-    optimizer: Literal['adamw', 'muon'] | None = None  # muon (default): for the matrices inside the layers; ngpt's default: adamw
+    # ---- optimizer
+    # muon (default): for the matrices inside the layers; ngpt's default: adamw
+    optimizer: Literal['adamw', 'muon'] | None = None
     learning_rate: float | None = None  # AdamW's peak rate; default 6e-4, for ngpt 15e-4
-    weight_decay: float | None = None  # AdamW's, on matrices and embeddings; default 0.1, for ngpt 0
+    # AdamW's, on matrices and embeddings; default 0.1, for ngpt 0
+    weight_decay: float | None = None
     beta1: float = 0.9  # AdamW's
     beta2: float = 0.95  # AdamW's
     grad_clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
-    muon_lr: float | None = None  # Muon's peak rate, scaled per matrix by sqrt(max(1, rows / columns)); default 0.004
+    # Muon's peak rate, scaled per matrix by sqrt(max(1, rows / columns)); default 0.004
+    muon_lr: float | None = None
     muon_momentum: float | None = None  # with Nesterov; default 0.95
     muon_weight_decay: float | None = None  # default 0
-    muon_qkv: Literal['fused', 'split'] | None = None  # orthogonalize c_attn whole (default, the papers' code) or q, k, v each
+    # orthogonalize c_attn whole (default, the papers' code) or q, k, v each
+    muon_qkv: Literal['fused', 'split'] | None = None
     scalar_lr_mult: float = 5.0  # the rate of mu, beta, gamma, nu over learning_rate
-    # schedule, of every group
+    # ---- schedule, of every group
     schedule: Literal['cosine', 'wsd'] = 'cosine'  # cosine, or warmup-stable-decay
     decay_lr: bool = True  # False: constant, without warmup
     warmup_iters: int | None = None  # default max_iters / 10, for ngpt 0
     lr_decay_iters: int | None = None  # update at which min_lr is reached; default max_iters
     min_lr: float | None = None  # default learning_rate / 10, for ngpt 0
-    wsd_decay: float | None = None  # wsd: the share of lr_decay_iters that the decay takes; default 0.2
-    # evaluation, logging, checkpoints
+    # wsd: the share of lr_decay_iters that the decay takes; default 0.2
+    wsd_decay: float | None = None
+    # ---- evaluation, logging, checkpoints
     eval_interval: int = 1000  # updates between evaluations; 0: only at the end
     eval_iters: int = 200  # batches of each split in an evaluation, always the same windows
-    eval_batch_size: int = 12  # their sequences; apart from batch_size, so that splitting an update otherwise changes no evaluation
+    # their sequences; apart from batch_size, so that splitting an update otherwise changes no
+    # evaluation
+    eval_batch_size: int = 12
     full_eval: bool = False  # evaluate on every window of val
     eval_only: bool = False  # one evaluation, nothing written
     dry_run: bool = False  # only print parameters and memory, nothing is allocated, read or written
@@ -86,60 +101,124 @@ class TrainConfig:
     wandb_log: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works)
     wandb_project: str = 'nanonag'
     wandb_run_name: str = ''  # default: the name of out_dir
-    # system
+    # ---- system
     zero: bool = False  # share the optimizer's state and work among the processes; the same result
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # every process holds the model, or a shard of it
-    save_sharded: bool = False  # fsdp: every process writes its own shard of a checkpoint, nothing is gathered
-    activation_checkpointing: bool = False  # compute each layer twice rather than keep its activations
+    # fsdp: every process writes its own shard of a checkpoint, nothing is gathered
+    save_sharded: bool = False
+    # compute each layer twice rather than keep its activations
+    activation_checkpointing: bool = False
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls; auto: bfloat16 where hardware has it
+    # of the matmuls; auto: bfloat16 where hardware has it
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        at_least(self, batch_size=1, gradient_accumulation_steps=1, max_iters=0, eval_interval=0, eval_iters=1, eval_batch_size=1, log_interval=0,
-                 save_interval=0, keep_last=0, max_skipped=1, seed=0, warmup_iters=0, lr_decay_iters=1, weight_decay=0,
-                 muon_weight_decay=0, grad_clip=0, min_lr=0)
-        between(self, learning_rate=(0, 1e6), muon_lr=(0, 1e6), scalar_lr_mult=(0, 1e6), muon_momentum=(0, 1),
-                beta1=(0, 1), beta2=(0, 1), wsd_decay=(0, 1))
-        if self.sequences >= 2 ** 31:
-            raise UserError(f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update')
+        at_least(
+            self,
+            batch_size=1,
+            gradient_accumulation_steps=1,
+            max_iters=0,
+            eval_interval=0,
+            eval_iters=1,
+            eval_batch_size=1,
+            log_interval=0,
+            save_interval=0,
+            keep_last=0,
+            max_skipped=1,
+            seed=0,
+            warmup_iters=0,
+            lr_decay_iters=1,
+            weight_decay=0,
+            muon_weight_decay=0,
+            grad_clip=0,
+            min_lr=0,
+        )
+        between(
+            self,
+            learning_rate=(0, 1e6),
+            muon_lr=(0, 1e6),
+            scalar_lr_mult=(0, 1e6),
+            muon_momentum=(0, 1),
+            beta1=(0, 1),
+            beta2=(0, 1),
+            wsd_decay=(0, 1),
+        )
+        if self.sequences >= 2**31:
+            raise UserError(
+                f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update'
+            )
         if not self.out_dir:
             raise UserError('out_dir is empty: name the folder of the run')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             raise UserError('wandb_log=True needs the package wandb: pip install wandb')
         if self.overwrite and self.init_from in ('resume', 'auto'):
-            raise UserError(f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out')
+            raise UserError(
+                f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out'
+            )
         if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
-            raise UserError('parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile')
+            raise UserError(
+                'parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile'
+            )
         if self.save_sharded and self.parallel != 'fsdp':
-            raise UserError('save_sharded=True: only parallel=fsdp has shards to save; leave it out, or undo a checkpoint\'s with '
-                            '--save_sharded=False')
+            raise UserError(
+                "save_sharded=True: only parallel=fsdp has shards to save; leave it out, or undo a checkpoint's with "
+                '--save_sharded=False'
+            )
 
     def resolve(self, normalized, learns_scalars=True):
-        """The same with every None filled in, for a scheme on the sphere or not; UserError for options without effect."""
+        """The same with every None filled in, for a scheme on the sphere or not; UserError for
+        options without effect."""
         optimizer = self.optimizer or ('adamw' if normalized else 'muon')
         rate = self.learning_rate or (15e-4 if normalized else 6e-4)
         muon, decay = optimizer == 'muon', self.decay_lr
         if self.min_lr is not None and self.min_lr > rate:
             raise UserError(f'min_lr={self.min_lr} is above learning_rate={rate}')
         defaults = {  # name: (has an effect, default)
-            'optimizer': (True, optimizer), 'learning_rate': (True, rate),
-            'weight_decay': (True, 0.0 if normalized else 0.1), 'warmup_iters': (decay, 0 if normalized else self.max_iters // 10),
-            'muon_lr': (muon, 0.004), 'muon_momentum': (muon, 0.95), 'muon_weight_decay': (muon, 0.0), 'muon_qkv': (muon, 'fused'),
-            'lr_decay_iters': (decay, max(1, self.max_iters)), 'min_lr': (decay, 0.0 if normalized else rate / 10),
-            'wsd_decay': (decay and self.schedule == 'wsd', 0.2)}
-        needs = {'schedule': decay, 'scalar_lr_mult': learns_scalars, 'wandb_project': self.wandb_log, 'wandb_run_name': self.wandb_log}
+            'optimizer': (True, optimizer),
+            'learning_rate': (True, rate),
+            'weight_decay': (True, 0.0 if normalized else 0.1),
+            'warmup_iters': (decay, 0 if normalized else self.max_iters // 10),
+            'muon_lr': (muon, 0.004),
+            'muon_momentum': (muon, 0.95),
+            'muon_weight_decay': (muon, 0.0),
+            'muon_qkv': (muon, 'fused'),
+            'lr_decay_iters': (decay, max(1, self.max_iters)),
+            'min_lr': (decay, 0.0 if normalized else rate / 10),
+            'wsd_decay': (decay and self.schedule == 'wsd', 0.2),
+        }
+        needs = {
+            'schedule': decay,
+            'scalar_lr_mult': learns_scalars,
+            'wandb_project': self.wandb_log,
+            'wandb_run_name': self.wandb_log,
+        }
         effects = {name: has_effect for name, (has_effect, _) in defaults.items()} | needs
-        if idle := [name for name, has_effect in effects.items() if not has_effect and getattr(self, name) != getattr(TrainConfig, name)]:
-            raise UserError(f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}, wandb_log={self.wandb_log} '
-                            f'and this scheme: {", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config '
-                            f'file\'s with {" ".join(f"--{name}={getattr(TrainConfig, name)}" for name in idle)}')
-        cfg = replace(self, **{name: default for name, (has_effect, default) in defaults.items()
-                               if has_effect and getattr(self, name) is None})
-        if self.lr_decay_iters is not None and decay and cfg.warmup_iters > cfg.lr_decay_iters:  # without it: a run cut short
-            raise UserError(f'warmup_iters={cfg.warmup_iters} is more than lr_decay_iters={cfg.lr_decay_iters}: the decay would be over '
-                            f'before it begins; lower the one or raise the other')
+        if idle := [
+            name
+            for name, has_effect in effects.items()
+            if not has_effect and getattr(self, name) != getattr(TrainConfig, name)
+        ]:
+            raise UserError(
+                f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}, wandb_log={self.wandb_log} '
+                f'and this scheme: {", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config '
+                f"file's with {' '.join(f'--{name}={getattr(TrainConfig, name)}' for name in idle)}"
+            )
+        cfg = replace(
+            self,
+            **{
+                name: default
+                for name, (has_effect, default) in defaults.items()
+                if has_effect and getattr(self, name) is None
+            },
+        )
+        # without it: a run cut short
+        if self.lr_decay_iters is not None and decay and cfg.warmup_iters > cfg.lr_decay_iters:
+            raise UserError(
+                f'warmup_iters={cfg.warmup_iters} is more than lr_decay_iters={cfg.lr_decay_iters}: the decay would be over '
+                f'before it begins; lower the one or raise the other'
+            )
         return cfg
 
     @property
@@ -153,98 +232,158 @@ class TrainConfig:
 
 
 def starting_state(cfg):
-    """The checkpoint's dict that `init_from` asks for, None for a fresh model. UserError if there is none, or if a fresh
-    start would run over another run."""
+    """The checkpoint's dict that `init_from` asks for, None for a fresh model. UserError if there
+    is none, or if a fresh start would run over another run."""
     folder = Path(cfg.out_dir)
     if cfg.init_from in ('resume', 'auto'):
         state = checkpoint.read_latest(folder, whole=False)
         if state is None and cfg.init_from == 'resume':
-            raise UserError(f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch')
+            raise UserError(
+                f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch'
+            )
         if state is not None:
             return state
     held = [path.name for path in checkpoint.run_files(folder)]
-    if held and not (cfg.overwrite or cfg.eval_only or cfg.init_from == 'auto'):  # auto: it died before its first checkpoint
-        raise UserError(f'out_dir={folder} holds a run already ({", ".join(held)}); continue it with --init_from=resume, choose '
-                        f'another --out_dir, or delete it with --overwrite=True')
+    # auto: it died before its first checkpoint
+    if held and not (cfg.overwrite or cfg.eval_only or cfg.init_from == 'auto'):
+        raise UserError(
+            f'out_dir={folder} holds a run already ({", ".join(held)}); continue it with --init_from=resume, choose '
+            f'another --out_dir, or delete it with --overwrite=True'
+        )
     if cfg.init_from in ('scratch', 'auto', *PRETRAINED):
         return None
     if not os.path.isfile(cfg.init_from):
-        raise UserError(f'init_from={cfg.init_from}: neither a checkpoint file nor one of scratch, resume, auto, '
-                        f'{", ".join(PRETRAINED)}')
+        raise UserError(
+            f'init_from={cfg.init_from}: neither a checkpoint file nor one of scratch, resume, auto, '
+            f'{", ".join(PRETRAINED)}'
+        )
     if cfg.overwrite and Path(cfg.init_from).resolve().parent == folder.resolve():
-        raise UserError(f'init_from={cfg.init_from} lies in out_dir={folder}, which overwrite=True empties; choose another --out_dir')
+        raise UserError(
+            f'init_from={cfg.init_from} lies in out_dir={folder}, which overwrite=True empties; choose another --out_dir'
+        )
     return checkpoint.read(cfg.init_from)
 
 
 def continued(cfg, given, state):
-    """`cfg` with the checkpoint's own options for those not given; UserError if the data order or the optimizer would change."""
+    """`cfg` with the checkpoint's own options for those not given; UserError if the data order or
+    the optimizer would change."""
     saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
     folder = cfg.out_dir
-    cfg = replace(saved, **{'out_dir': folder, 'overwrite': False, **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given}})
-    normalized = GPTConfig(**convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')).normalized
+    cfg = replace(
+        saved,
+        **{
+            'out_dir': folder,
+            'overwrite': False,
+            **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given},
+        },
+    )
+    normalized = GPTConfig(
+        **convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')
+    ).normalized
     then_resolved, now_resolved = saved.resolve(normalized), cfg.resolve(normalized)
     for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
         before, now = getattr(then_resolved, name), getattr(now_resolved, name)
         if before != now:
             hint = ' (batch_size x gradient_accumulation_steps)' if name == 'sequences' else ''
-            raise UserError(f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '
-                            f'start another run with another --out_dir')
+            raise UserError(
+                f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '
+                f'start another run with another --out_dir'
+            )
     return cfg
 
 
 def starting_model(given, cfg, state, meta, resumed):
-    """The GPT to train, on the CPU; UserError if the options given or the vocabulary contradict its weights."""
-    gpt, vocab = {key: given[key] for key in GPTConfig.__dataclass_fields__ if key in given}, meta['vocab_size']
+    """The GPT to train, on the CPU; UserError if the options given or the vocabulary contradict its
+    weights."""
+    gpt, vocab = (
+        {key: given[key] for key in GPTConfig.__dataclass_fields__ if key in given},
+        meta['vocab_size'],
+    )
     if gpt.get('vocab_used') not in (None, vocab):
-        raise UserError(f'vocab_used={gpt["vocab_used"]}, but dataset={cfg.dataset} has {vocab} token ids: leave it out, the data decide')
-    changeable = {} if resumed else {'vocab_used': vocab, **{key: gpt[key] for key in gpt if key == 'dropout'}}
+        raise UserError(
+            f'vocab_used={gpt["vocab_used"]}, but dataset={cfg.dataset} has {vocab} token ids: leave it out, the data decide'
+        )
+    changeable = (
+        {}
+        if resumed
+        else {'vocab_used': vocab, **{key: gpt[key] for key in gpt if key == 'dropout'}}
+    )
     if state is not None:
         if state.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
-            raise UserError(f'dataset={cfg.dataset} was made with another tokenizer than the checkpoint\'s data; prepare the text '
-                            f'with that one, or choose another --dataset')
-        model = checkpoint.build_model(state, cfg.out_dir if resumed else cfg.init_from, **changeable)
+            raise UserError(
+                f"dataset={cfg.dataset} was made with another tokenizer than the checkpoint's data; prepare the text "
+                f'with that one, or choose another --dataset'
+            )
+        model = checkpoint.build_model(
+            state, cfg.out_dir if resumed else cfg.init_from, **changeable
+        )
     elif cfg.init_from in PRETRAINED:
         if meta['tokenizer'] != {'kind': 'gpt2'}:
-            raise UserError(f'dataset={cfg.dataset} was not made with the tokenizer of {cfg.init_from}')
+            raise UserError(
+                f'dataset={cfg.dataset} was not made with the tokenizer of {cfg.init_from}'
+            )
         model = checkpoint.pretrained(cfg.init_from, **changeable)
     else:
-        padded = vocab if vocab < 1024 else -(-vocab // 64) * 64  # whole tiles for the head's matmul
+        # whole tiles for the head's matmul
+        padded = vocab if vocab < 1024 else -(-vocab // 64) * 64
         gpt = {'vocab_size': padded, **gpt}
         if gpt['vocab_size'] < vocab:
-            raise UserError(f'vocab_size={gpt["vocab_size"]}, but dataset={cfg.dataset} has {vocab} token ids; leave it out to get '
-                            f'{padded}, or set --vocab_size={padded}')
+            raise UserError(
+                f'vocab_size={gpt["vocab_size"]}, but dataset={cfg.dataset} has {vocab} token ids; leave it out to get '
+                f'{padded}, or set --vocab_size={padded}'
+            )
         model = GPT(GPTConfig(**{'vocab_used': vocab, **gpt}))
     for key, value in gpt.items():
         if value is not None and value != getattr(model.cfg, key):
-            raise UserError(f'{key}={value}, but the weights of init_from={cfg.init_from} have {getattr(model.cfg, key)}; leave it '
-                            f'out, or train from scratch')
+            raise UserError(
+                f'{key}={value}, but the weights of init_from={cfg.init_from} have {getattr(model.cfg, key)}; leave it '
+                f'out, or train from scratch'
+            )
     if model.cfg.vocab_size < vocab:
-        raise UserError(f'dataset={cfg.dataset} has {vocab} token ids, the weights of init_from={cfg.init_from} only '
-                        f'{model.cfg.vocab_size}; choose another --dataset')
+        raise UserError(
+            f'dataset={cfg.dataset} has {vocab} token ids, the weights of init_from={cfg.init_from} only '
+            f'{model.cfg.vocab_size}; choose another --dataset'
+        )
     return model
 
 
 def refuse_beyond_memory(gpt, batch_size):
-    """UserError where main memory cannot hold what every run puts there first: the matrices, and the ids of a micro-batch."""
-    least, memory = 48 * gpt.n_layer * gpt.n_embd ** 2 + 16 * batch_size * gpt.block_size, runtime.main_memory()
+    """UserError where main memory cannot hold what every run puts there first: the matrices, and
+    the ids of a micro-batch."""
+    least, memory = (
+        48 * gpt.n_layer * gpt.n_embd**2 + 16 * batch_size * gpt.block_size,
+        runtime.main_memory(),
+    )
     if least > memory:
-        raise UserError(f'n_layer={gpt.n_layer}, n_embd={gpt.n_embd}, batch_size={batch_size}, block_size={gpt.block_size} need more than '
-                        f'{least / 2 ** 30:,.0f} GiB of main memory, and this machine has {memory / 2 ** 30:,.0f}; lower them')
+        raise UserError(
+            f'n_layer={gpt.n_layer}, n_embd={gpt.n_embd}, batch_size={batch_size}, block_size={gpt.block_size} need more than '
+            f'{least / 2**30:,.0f} GiB of main memory, and this machine has {memory / 2**30:,.0f}; lower them'
+        )
 
 
 def preview(given, options):
     """Prints what a run would need, from the meta device."""
-    unread = {'init_from': options.init_from != 'scratch', 'overwrite': options.overwrite, 'eval_only': options.eval_only}
+    unread = {
+        'init_from': options.init_from != 'scratch',
+        'overwrite': options.overwrite,
+        'eval_only': options.eval_only,
+    }
     if idle := [name for name, is_set in unread.items() if is_set]:
-        raise UserError(f'{idle[0]}={getattr(options, idle[0])} has no effect with dry_run=True, which reads no file and shows a model '
-                        f'from scratch: leave one out')
+        raise UserError(
+            f'{idle[0]}={getattr(options, idle[0])} has no effect with dry_run=True, which reads no file and shows a model '
+            f'from scratch: leave one out'
+        )
     with torch.device('meta'):
         model = GPT(build(GPTConfig, given))
     cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
-    print(f'{model.cfg}\n{model.num_params():,} parameters, {matrices:,} of them in matrices and tables')
+    print(
+        f'{model.cfg}\n{model.num_params():,} parameters, {matrices:,} of them in matrices and tables'
+    )
     for gpus in (1, 8, 64):
-        print(f'{gpus} GPU{"s" * (gpus > 1)}: {parallel.memory_text(model, cfg, runtime.DTYPES.get(cfg.dtype, torch.bfloat16), gpus)}')
+        print(
+            f'{gpus} GPU{"s" * (gpus > 1)}: {parallel.memory_text(model, cfg, runtime.DTYPES.get(cfg.dtype, torch.bfloat16), gpus)}'
+        )
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -253,13 +392,15 @@ def preview(given, options):
 
 @torch.no_grad()
 def evaluate(model, split, count, batch_size, rt):
-    """Mean loss (nats per token) over `count` fixed windows of a split; every world_size-th batch is this rank's."""
+    """Mean loss (nats per token) over `count` fixed windows of a split; every world_size-th batch
+    is this rank's."""
     windows = eval_windows(split.n_windows, count)
-    batches = [windows[i:i + batch_size] for i in range(0, len(windows), batch_size)]
+    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     total = weight = 0.0
     model.eval()
     for i in range(rt.rank, -(-len(batches) // rt.world_size) * rt.world_size, rt.world_size):
-        x, y = split.batch(batches[min(i, len(batches) - 1)])  # ranks left over repeat the last batch, unweighted
+        # ranks left over repeat the last batch, unweighted
+        x, y = split.batch(batches[min(i, len(batches) - 1)])
         with rt.autocast():
             _, loss = model(x.to(rt.device), y.to(rt.device))
         sequences = len(x) if i < len(batches) else 0
@@ -270,7 +411,8 @@ def evaluate(model, split, count, batch_size, rt):
 
 
 def in_less(cfg, size, times):
-    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else makes room."""
+    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else
+    makes room."""
     n, count = getattr(cfg, size), getattr(cfg, times)
     parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
     ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1)
@@ -280,10 +422,11 @@ def in_less(cfg, size, times):
 
 
 def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
-    """One update over this rank's next `micro_steps` batches -> (their mean loss, 0-dim; norm of the whole gradient).
+    """One update over this rank's next `micro_steps` batches -> (their mean loss, 0-dim; norm of
+    the whole gradient).
 
-    `trained` is what calls `model` (DDP's wrapper, or itself). A gradient that is not finite leaves the weights alone.
-    """
+    `trained` is what calls `model` (DDP's wrapper, or itself). A gradient that is not finite leaves
+    the weights alone."""
     loss = torch.zeros((), device=rt.device)
     for micro_step in range(micro_steps):
         x, y = next(batches)
@@ -291,7 +434,8 @@ def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, r
         with contextlib.nullcontext() if last else parallel.only_local(trained):
             with rt.autocast():
                 _, micro_loss = trained(x, y)
-            scaler.scale(micro_loss / micro_steps).backward()  # averaged over the ranks, so divided by this one's count
+            # averaged over the ranks, so divided by this one's count
+            scaler.scale(micro_loss / micro_steps).backward()
         loss += micro_loss.detach() / micro_steps
     scaler.unscale_(optimizer)
     grad_norm = parallel.clip_grad_norm(model, grad_clip or math.inf)  # waits for the GPU
@@ -315,56 +459,93 @@ def main(argv):
     state = starting_state(options)
     resumed = state is not None and options.init_from in ('resume', 'auto')
     if resumed and not {'train_config', *checkpoint.RESUMABLE} <= state.keys():
-        raise UserError(f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
-                        f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
+        raise UserError(
+            f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
+            f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER'
+        )
     if resumed:
         options = continued(options, given, state)
         if 'shards' in state and options.parallel == 'ddp':
             state = checkpoint.with_shards(state, options.out_dir)
     elif state is None and options.init_from not in PRETRAINED:
-        refuse_beyond_memory(build(GPTConfig, given), options.batch_size)  # contradictions come before the data's
+        # contradictions come before the data's
+        refuse_beyond_memory(build(GPTConfig, given), options.batch_size)
     (rank, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
-    if 'RANK' not in os.environ and (options.zero or options.parallel == 'fsdp') and not options.eval_only:
-        raise UserError('zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out')
+    if (
+        'RANK' not in os.environ
+        and (options.zero or options.parallel == 'fsdp')
+        and not options.eval_only
+    ):
+        raise UserError(
+            'zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out'
+        )
     if 'RANK' not in os.environ and given.get('backend', 'auto') != 'auto':
-        raise UserError(f'backend={options.backend} has no effect on a single process: start with torchrun, or leave it out')
+        raise UserError(
+            f'backend={options.backend} has no effect on a single process: start with torchrun, or leave it out'
+        )
     if accum_steps % world_size:
-        raise UserError(f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
-                        f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}')
+        raise UserError(
+            f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
+            f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}'
+        )
     folder = find_data(options.dataset)
     meta = read_meta(folder)
     if resumed and state['data'] != meta['sha256']:
-        raise UserError(f'dataset={options.dataset}: not the data of the run in {options.out_dir} (sha256 of train.bin '
-                        f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
-                        f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER')
+        raise UserError(
+            f'dataset={options.dataset}: not the data of the run in {options.out_dir} (sha256 of train.bin '
+            f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
+            f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER'
+        )
     torch.manual_seed(options.seed)
     from_shards = resumed and options.parallel == 'fsdp' and 'shards' in state
-    elsewhere = options.parallel == 'fsdp' and (rank or from_shards)  # its weights come from rank 0's or from the shards
-    with runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'), torch.device('meta') if elsewhere else contextlib.nullcontext():
+    # its weights come from rank 0's or from the shards
+    elsewhere = options.parallel == 'fsdp' and (rank or from_shards)
+    with (
+        runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'),
+        torch.device('meta') if elsewhere else contextlib.nullcontext(),
+    ):
         model = starting_model(given, options, state, meta, resumed)
     if not elsewhere:
         refuse_beyond_memory(model.cfg, options.batch_size)
     cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
-    train_split, val_split = (Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val'))
+    train_split, val_split = (
+        Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val')
+    )
 
     # device and processes
     rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
     if len(set(rt.gather(state and state.get('digest')))) > 1:
-        raise UserError(f'the processes read different checkpoints in {cfg.out_dir}; all nodes need the same folder, or equal copies')
-    torch.manual_seed(cfg.seed + rt.rank)  # dropout: each rank its own; the weights are drawn already, the same on all
-    local_accum_steps, tokens_per_step = accum_steps // rt.world_size, cfg.sequences * model.cfg.block_size
+        raise UserError(
+            f'the processes read different checkpoints in {cfg.out_dir}; all nodes need the same folder, or equal copies'
+        )
+    # dropout: each rank its own; the weights are drawn already, the same on all
+    torch.manual_seed(cfg.seed + rt.rank)
+    local_accum_steps, tokens_per_step = (
+        accum_steps // rt.world_size,
+        cfg.sequences * model.cfg.block_size,
+    )
     for name, one in (('model', model.cfg), ('run', cfg)):
-        rt.print(f'{name}:', ' '.join(f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')))
-    rt.print(f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
-             f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
-             f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
-             f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens\n'
-             f'{model.num_params():,} parameters; {parallel.memory_text(model, cfg, rt.dtype, rt.world_size)}')
+        rt.print(
+            f'{name}:',
+            ' '.join(
+                f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')
+            ),
+        )
+    rt.print(
+        f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
+        f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
+        f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
+        f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens\n'
+        f'{model.num_params():,} parameters; {parallel.memory_text(model, cfg, rt.dtype, rt.world_size)}'
+    )
     if cfg.activation_checkpointing:
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
-    with runtime.memory_for('try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs', SystemExit):
+    with runtime.memory_for(
+        'try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs',
+        SystemExit,
+    ):
         model.to(rt.device)
     compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
     rt.print(f'{rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled')
@@ -372,11 +553,17 @@ def main(argv):
     def losses():
         count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
         with runtime.memory_for(in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
-            return {'train_loss': evaluate(model, train_split, count, size, rt),
-                    'val_loss': evaluate(model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt)}
+            return {
+                'train_loss': evaluate(model, train_split, count, size, rt),
+                'val_loss': evaluate(
+                    model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt
+                ),
+            }
 
     if cfg.eval_only:
-        rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses()))
+        rt.print(
+            'train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses())
+        )
         return runtime.stop()
 
     # optimizer and, on resume, the state of everything
@@ -386,8 +573,12 @@ def main(argv):
     step, best_val_loss, skipped, wandb_id, rng = 0, math.inf, 0, None, None
     if resumed:
         if state['step'] > cfg.max_iters:
-            raise UserError(f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already')
-        step, best_val_loss, skipped, wandb_id, rng = (state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng'))
+            raise UserError(
+                f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already'
+            )
+        step, best_val_loss, skipped, wandb_id, rng = (
+            state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng')
+        )
         try:
             optimizer.load_state_dict(state['optimizer'])
             if from_shards:
@@ -395,55 +586,130 @@ def main(argv):
             if state['scaler']:  # not of a run that had none
                 scaler.load_state_dict(state['scaler'])
         except (ValueError, KeyError, RuntimeError) as error:
-            raise UserError(f'{cfg.out_dir}: the checkpoint does not fit its model: {error}') from None
+            raise UserError(
+                f'{cfg.out_dir}: the checkpoint does not fit its model: {error}'
+            ) from None
         before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
-        rt.print('; '.join([f'resumed {cfg.out_dir} at step {step:,}'] + [
-            f'{key}: {before[key]} -> {value}' for key, value in asdict(cfg).items() if value != before[key] and key != 'init_from']))
+        rt.print(
+            '; '.join(
+                [f'resumed {cfg.out_dir} at step {step:,}']
+                + [
+                    f'{key}: {before[key]} -> {value}'
+                    for key, value in asdict(cfg).items()
+                    if value != before[key] and key != 'init_from'
+                ]
+            )
+        )
     first_step, state = step, None  # the checkpoint's tensors are copied by now
     metrics = saver = None
     if rt.is_main:
         lock = checkpoint.claim(cfg.out_dir)  # noqa: F841, held until this process ends
         if not resumed:
             checkpoint.clear(cfg.out_dir)
-        facts = {'config': asdict(model.cfg) | asdict(cfg), 'params': model.num_params(), 'world_size': rt.world_size,
-                 'device': rt.device_name(), 'dtype': str(rt.dtype)[6:], 'compiled': compiled, 'torch': torch.__version__,
-                 'commit': runtime.code_version(), 'command': ' '.join(sys.argv)}
+        facts = {
+            'config': asdict(model.cfg) | asdict(cfg),
+            'params': model.num_params(),
+            'world_size': rt.world_size,
+            'device': rt.device_name(),
+            'dtype': str(rt.dtype)[6:],
+            'compiled': compiled,
+            'torch': torch.__version__,
+            'commit': runtime.code_version(),
+            'command': ' '.join(sys.argv),
+        }
         metrics = Metrics(cfg, facts, step, wandb_id)
     if rt.is_main or cfg.save_sharded:
-        group = dist.new_group(backend='gloo') if cfg.save_sharded else None  # of the savers' threads only
-        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, step if resumed else None, best_val_loss, group)
+        # of the savers' threads only
+        group = dist.new_group(backend='gloo') if cfg.save_sharded else None
+        saver = checkpoint.Saver(
+            cfg.out_dir, cfg.keep_last, step if resumed else None, best_val_loss, group
+        )
 
     def save(best):
         rng, gather = rt.gather(runtime.rng_state(rt.device)), not cfg.save_sharded
-        optimizer_state, weights = optimizer.state_dict(gather), parallel.whole_state(model) if gather else model.state_dict()
+        optimizer_state, weights = (
+            optimizer.state_dict(gather),
+            parallel.whole_state(model) if gather else model.state_dict(),
+        )
         if saver:
-            saver.save({'version': checkpoint.VERSION, 'model': weights, 'gpt_config': asdict(model.cfg), 'step': step,
-                        'best_val_loss': best_val_loss, 'tokenizer': meta['tokenizer'], 'optimizer': optimizer_state,
-                        'scaler': scaler.state_dict(), 'train_config': asdict(options), 'skipped': skipped, 'rng': rng,
-                        'data': meta['sha256'], 'wandb_id': metrics and metrics.wandb_id}, best)
+            saver.save(
+                {
+                    'version': checkpoint.VERSION,
+                    'model': weights,
+                    'gpt_config': asdict(model.cfg),
+                    'step': step,
+                    'best_val_loss': best_val_loss,
+                    'tokenizer': meta['tokenizer'],
+                    'optimizer': optimizer_state,
+                    'scaler': scaler.state_dict(),
+                    'train_config': asdict(options),
+                    'skipped': skipped,
+                    'rng': rng,
+                    'data': meta['sha256'],
+                    'wandb_id': metrics and metrics.wandb_id,
+                },
+                best,
+            )
 
     trained = parallel.replicate(model, rt)
-    batches = iter(TrainLoader(train_split, cfg.batch_size, accum_steps, cfg.seed, step, rt.rank, rt.world_size, rt.device))
+    batches = iter(
+        TrainLoader(
+            train_split,
+            cfg.batch_size,
+            accum_steps,
+            cfg.seed,
+            step,
+            rt.rank,
+            rt.world_size,
+            rt.device,
+        )
+    )
     signals, seconds = runtime.Signals(), 0.0
-    bar = tqdm(total=cfg.max_iters, initial=step, desc=model.cfg.update, unit='step', disable=None if rt.is_main else True)
+    bar = tqdm(
+        total=cfg.max_iters,
+        initial=step,
+        desc=model.cfg.update,
+        unit='step',
+        disable=None if rt.is_main else True,
+    )
     if rng and len(rng) == rt.world_size:
         runtime.set_rng_state(rt.device, rng[rt.rank])  # last, so that nothing draws in between
     elif rng and model.cfg.dropout:
-        rt.print(f'note: a checkpoint of {len(rng)} processes goes on with {rt.world_size}: same data, other dropout masks')
+        rt.print(
+            f'note: a checkpoint of {len(rng)} processes goes on with {rt.world_size}: same data, other dropout masks'
+        )
 
     while True:
         # now and then: evaluate and save
         stopping = rt.any(signals.caught is not None)
         finished = step >= cfg.max_iters
-        if step > first_step or not resumed:  # a checkpoint of this step was made after its evaluation
+        # a checkpoint of this step was made after its evaluation
+        if step > first_step or not resumed:
             improved, evaluated = False, finished or every(cfg.eval_interval, step)
             if evaluated:
                 record = {'step': step, 'tokens': step * tokens_per_step, **losses()}
-                improved, best_val_loss = record['val_loss'] < best_val_loss, min(best_val_loss, record['val_loss'])
-                rt.print(f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}')
+                improved, best_val_loss = (
+                    record['val_loss'] < best_val_loss,
+                    min(best_val_loss, record['val_loss']),
+                )
+                rt.print(
+                    f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}'
+                )
                 if rt.is_main:
-                    metrics.write(record | {'best_val_loss': best_val_loss, **other_units(record['val_loss'], meta)})
-            if finished or stopping or step and (every(cfg.save_interval, step) or evaluated and (improved or cfg.always_save_checkpoint)):
+                    metrics.write(
+                        record
+                        | {'best_val_loss': best_val_loss, **other_units(record['val_loss'], meta)}
+                    )
+            if (
+                finished
+                or stopping
+                or step
+                and (
+                    every(cfg.save_interval, step)
+                    or evaluated
+                    and (improved or cfg.always_save_checkpoint)
+                )
+            ):
                 save(improved)
         if finished or stopping:
             break
@@ -451,43 +717,67 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        with runtime.memory_for(in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit):
-            loss, grad_norm = update(model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt)
+        with runtime.memory_for(
+            in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit
+        ):
+            loss, grad_norm = update(
+                model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt
+            )
         skipped = 0 if math.isfinite(grad_norm) else skipped + 1
         step += 1
         seconds += time.perf_counter() - started
 
         # tell
         if skipped:
-            rt.print(f'warning: step {step:,}: gradient norm {grad_norm}, update skipped ({skipped} in a row)')
-            if skipped >= cfg.max_skipped + 20 * scaler.is_enabled():  # float16's scaler halves its way from 2^16 to its scale
-                raise SystemExit(f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint '
-                                 f'is untouched; try a lower learning rate')
+            rt.print(
+                f'warning: step {step:,}: gradient norm {grad_norm}, update skipped ({skipped} in a row)'
+            )
+            # float16's scaler halves its way from 2^16 to its scale
+            if skipped >= cfg.max_skipped + 20 * scaler.is_enabled():
+                raise SystemExit(
+                    f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint '
+                    f'is untouched; try a lower learning rate'
+                )
         bar.update()
         if every(cfg.log_interval, step):
             loss, steps = rt.mean(loss), min(cfg.log_interval, step - first_step)
-            record = {'step': step, 'tokens': step * tokens_per_step, 'loss': loss, 'lr': optimizer.lr()['embeddings'], 'grad_norm': grad_norm,
-                      'tokens_per_s': steps * tokens_per_step / seconds, 'skipped': skipped,
-                      'lrs': optimizer.lr()}
+            record = {
+                'step': step,
+                'tokens': step * tokens_per_step,
+                'loss': loss,
+                'lr': optimizer.lr()['embeddings'],
+                'grad_norm': grad_norm,
+                'tokens_per_s': steps * tokens_per_step / seconds,
+                'skipped': skipped,
+                'lrs': optimizer.lr(),
+            }
             seconds = 0.0
             if rt.is_main:
                 metrics.write(record)
                 bar.set_postfix_str(f'loss {loss:.4f}, {record["tokens_per_s"]:,.0f} tokens/s')
                 if bar.disable:
                     left = (cfg.max_iters - step) * tokens_per_step / record['tokens_per_s']
-                    rt.print(f'step {step:,}/{cfg.max_iters:,}: loss {loss:.4f}, gradient norm {grad_norm:.2f}, '
-                             f'{record["tokens_per_s"]:,.0f} tokens/s, {left / 60:.1f} min left')
+                    rt.print(
+                        f'step {step:,}/{cfg.max_iters:,}: loss {loss:.4f}, gradient norm {grad_norm:.2f}, '
+                        f'{record["tokens_per_s"]:,.0f} tokens/s, {left / 60:.1f} min left'
+                    )
 
     bar.close()
     trained = batches = None  # let go of DDP's reducer while the process group is whole
     saved = saver is None or saver.wait()
     runtime.stop()
     if not saved:
-        raise SystemExit(f'the final checkpoint could not be written to {cfg.out_dir}; see the warning above')
+        raise SystemExit(
+            f'the final checkpoint could not be written to {cfg.out_dir}; see the warning above'
+        )
     if signals.caught and not finished:
-        rt.print(f'{signals.caught}: saved step {step:,} in {cfg.out_dir}; go on with --init_from=resume --out_dir={cfg.out_dir}')
+        rt.print(
+            f'{signals.caught}: saved step {step:,} in {cfg.out_dir}; go on with --init_from=resume --out_dir={cfg.out_dir}'
+        )
         raise SystemExit(STOPPED)
-    rt.print(f'done: {step:,} updates, best val loss {best_val_loss:.4f}, checkpoint in {cfg.out_dir}/ckpt.pt')
+    rt.print(
+        f'done: {step:,} updates, best val loss {best_val_loss:.4f}, checkpoint in {cfg.out_dir}/ckpt.pt'
+    )
 
 
 def every(interval, step):

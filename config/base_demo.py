@@ -1,4 +1,5 @@
-# What the demo runs share: a small model on the source of Python's standard library by character, minutes on a CPU.
+# What the demo runs share: a small model on the source of Python's standard library by character,
+# minutes on a CPU.
 dataset = 'pystdlib_char'
 
 n_layer = 4

@@ -1,4 +1,5 @@
-# What the OpenWebText runs of the medium size share: 24 layers of width 1024, the small recipe otherwise.
+# What the OpenWebText runs of the medium size share: 24 layers of width 1024, the small recipe
+# otherwise.
 base = 'base_owt_small.py'
 
 n_layer = 24
@@ -6,4 +7,5 @@ n_head = 16
 n_embd = 1024
 
 batch_size = 6
-gradient_accumulation_steps = 480 // batch_size  # 480 sequences a step as before; 80 = 10 on each of 8 GPUs
+# 480 sequences a step as before; 80 = 10 on each of 8 GPUs
+gradient_accumulation_steps = 480 // batch_size

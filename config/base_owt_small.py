@@ -1,4 +1,5 @@
-# What the OpenWebText runs of the YuriiFormer paper share (small: GPT-2 124M's shape); see owt_*.py.
+# What the OpenWebText runs of the YuriiFormer paper share (small: GPT-2 124M's shape); see
+# owt_*.py.
 dataset = 'openwebtext'
 
 n_layer = 12
@@ -10,7 +11,8 @@ dropout = 0.0
 bias = False
 
 batch_size = 12
-gradient_accumulation_steps = 480 // batch_size  # 480 sequences = 491,520 tokens a step; 40 = 5 on each of 8 GPUs
+# 480 sequences = 491,520 tokens a step; 40 = 5 on each of 8 GPUs
+gradient_accumulation_steps = 480 // batch_size
 max_iters = 30000  # 14.7B tokens, 1.6 epochs
 warmup_iters = max_iters // 10
 

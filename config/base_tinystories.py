@@ -1,4 +1,5 @@
-# What the TinyStories runs of the YuriiFormer paper share: shorter, and with a higher Muon rate than OpenWebText's.
+# What the TinyStories runs of the YuriiFormer paper share: shorter, and with a higher Muon rate
+# than OpenWebText's.
 base = 'base_owt_small.py'
 
 dataset = 'tinystories'

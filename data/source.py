@@ -1,8 +1,9 @@
 """Where the text comes from: local files, Hugging Face data sets, or one downloaded file.
 
-A source is a function that starts an iterator of pieces (text, last), the same ones at every call: a document is one
-piece, a long text file several, and `last` marks the piece that ends a document. Memory stays bounded.
-"""
+A source is a function that starts an iterator of pieces (text, last), the same ones at every call:
+a document is one piece, a long text file several, and `last` marks the piece that ends a document.
+Memory stays bounded."""
+
 import codecs
 import glob
 import hashlib
@@ -19,37 +20,55 @@ from tokenizer import replace_surrogates
 
 SUFFIXES = ('.txt', '.jsonl', '.parquet')
 BLOCK = 2**20  # bytes read at a time
-LONGEST = 2**24  # characters of a document that must be held as a whole, such as a line of a .jsonl file
-# Before a space or a line break that follows something visible, GPT-2's pattern always starts a new word: a text cut
+# characters of a document that must be held as a whole, such as a line of a .jsonl file
+LONGEST = 2**24
+# Before a space or a line break that follows something visible, GPT-2's pattern always starts a new
+# word: a text cut
 # there has the same tokens as the whole.
 CUT = re.compile(r'.*\S(?=[ \n])', re.DOTALL)
 
 
 # ---- local files
 
+
 def find_files(inputs):
     """The files that the names, folders and patterns stand for: sorted within each, none twice."""
     files = {}
     for name in map(os.path.expanduser, inputs):
         if os.path.isdir(name):
-            found = [path for path in sorted(Path(name).rglob('*')) if path.suffix in SUFFIXES and path.is_file()]
+            found = [
+                path
+                for path in sorted(Path(name).rglob('*'))
+                if path.suffix in SUFFIXES and path.is_file()
+            ]
         elif os.path.exists(name):
             found = [Path(name)]
         elif glob.has_magic(name):
-            found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+            found = [
+                Path(path)
+                for path in sorted(glob.glob(name, recursive=True))
+                if os.path.isfile(path)
+            ]
         else:
-            raise UserError(f'--input {name}: no such file or folder (the current folder is {os.getcwd()})')
+            raise UserError(
+                f'--input {name}: no such file or folder (the current folder is {os.getcwd()})'
+            )
         if not found:
-            raise UserError(f'--input {name}: no file there matches; wanted are {", ".join(SUFFIXES)} files')
+            raise UserError(
+                f'--input {name}: no file there matches; wanted are {", ".join(SUFFIXES)} files'
+            )
         files.update((path.resolve(), path) for path in found)
     for path in files.values():
         if path.suffix not in SUFFIXES:
-            raise UserError(f'--input {path}: files of this kind are not read; allowed are {", ".join(SUFFIXES)}')
+            raise UserError(
+                f'--input {path}: files of this kind are not read; allowed are {", ".join(SUFFIXES)}'
+            )
     return list(files.values())
 
 
 def read_files(files, encoding='utf-8', separator=None):
-    """Pieces of .txt (a document, or several with a `separator` between), .jsonl and .parquet files."""
+    """Pieces of .txt (a document, or several with a `separator` between), .jsonl and .parquet
+    files."""
     for path in files:
         if path.suffix == '.parquet':
             yield from read_parquet(path)
@@ -63,14 +82,18 @@ def read_files(files, encoding='utf-8', separator=None):
 
 
 def read_text(path, encoding):
-    """The decoded text in blocks; UserError with the offset of the first byte that is not `encoding`, or 0 in UTF-8."""
+    """The decoded text in blocks; UserError with the offset of the first byte that is not
+    `encoding`, or 0 in UTF-8."""
     try:
         '-'.encode(encoding)  # refuses codecs that are not for text, such as zip
         decoder = codecs.getincrementaldecoder(encoding)()
     except (LookupError, UnicodeError):
-        raise UserError(f'--encoding={encoding}: unknown to Python; usual are utf-8, utf-16, latin-1, cp1252') from None
+        raise UserError(
+            f'--encoding={encoding}: unknown to Python; usual are utf-8, utf-16, latin-1, cp1252'
+        ) from None
     with open(path, 'rb') as file:
-        if codecs.lookup(encoding).name != 'utf-8' or file.read(3) != codecs.BOM_UTF8:  # Windows editors' mark is no text
+        # Windows editors' mark is no text
+        if codecs.lookup(encoding).name != 'utf-8' or file.read(3) != codecs.BOM_UTF8:
             file.seek(0)
         block = b'-'
         while block:
@@ -78,11 +101,18 @@ def read_text(path, encoding):
             try:
                 text = decoder.decode(block, final=not block)
                 if encoding == 'utf-8' and '\0' in text:
-                    raise UnicodeDecodeError(encoding, block, block.index(0), block.index(0) + 1, 'a zero')
+                    raise UnicodeDecodeError(
+                        encoding, block, block.index(0), block.index(0) + 1, 'a zero'
+                    )
             except UnicodeError as error:  # some codecs do not tell where
-                offset = file.tell() - len(getattr(error, 'object', block)) + getattr(error, 'start', 0)  # bytes kept from before count
-                raise UserError(f'{path}: byte {offset} is not {encoding} text ({getattr(error, "reason", error)}); name its encoding, such '
-                                f'as --encoding={"utf-16" if 0 in block[:100] else "latin-1"}, or convert the file') from None
+                # bytes kept from before count
+                offset = (
+                    file.tell() - len(getattr(error, 'object', block)) + getattr(error, 'start', 0)
+                )
+                raise UserError(
+                    f'{path}: byte {offset} is not {encoding} text ({getattr(error, "reason", error)}); name its encoding, such '
+                    f'as --encoding={"utf-16" if 0 in block[:100] else "latin-1"}, or convert the file'
+                ) from None
             yield text
 
 
@@ -107,7 +137,9 @@ def split(blocks, separator, path):
         *parts, rest = (rest + block).split(separator)
         yield from parts
         if len(rest) > LONGEST:
-            raise UserError(f'{path}: more than {LONGEST} characters without {separator!r}; is it of the right kind?')
+            raise UserError(
+                f'{path}: more than {LONGEST} characters without {separator!r}; is it of the right kind?'
+            )
     yield rest
 
 
@@ -118,11 +150,15 @@ def read_jsonl(path, encoding):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f'{path}:{number}: not valid JSON ({error}); each line must be an object') from None
+            raise UserError(
+                f'{path}:{number}: not valid JSON ({error}); each line must be an object'
+            ) from None
         text = row.get('text') if isinstance(row, dict) else None
         if not isinstance(text, str):
-            raise UserError(f"{path}:{number}: no field 'text' with a string in it; "
-                            'each line must be like {"text": "..."}')
+            raise UserError(
+                f"{path}:{number}: no field 'text' with a string in it; "
+                'each line must be like {"text": "..."}'
+            )
         yield replace_surrogates(text), True
 
 
@@ -131,16 +167,22 @@ def read_parquet(path):
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UserError(f'{path}: reading it needs the package pyarrow: pip install pyarrow') from None
+        raise UserError(
+            f'{path}: reading it needs the package pyarrow: pip install pyarrow'
+        ) from None
     row = 0
     try:
         with ParquetFile(path, buffer_size=BLOCK) as file:
             if 'text' not in file.schema_arrow.names:
-                raise UserError(f"{path}: no column 'text'; it has {', '.join(file.schema_arrow.names)}")
+                raise UserError(
+                    f"{path}: no column 'text'; it has {', '.join(file.schema_arrow.names)}"
+                )
             for batch in file.iter_batches(batch_size=1000, columns=['text']):
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str):
-                        raise UserError(f"{path}: row {row}: column 'text' must hold strings, not {str(text)[:40]}")
+                        raise UserError(
+                            f"{path}: row {row}: column 'text' must hold strings, not {str(text)[:40]}"
+                        )
                     yield text, True
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -149,18 +191,25 @@ def read_parquet(path):
 
 # ---- downloads
 
+
 def load_hub(name, revision, num_proc=1):
     """(the splits of a Hugging Face data set, the commit they are from)."""
     try:
         import datasets
         import huggingface_hub
+
         commit = huggingface_hub.HfApi().dataset_info(name, revision=revision).sha
         return datasets.load_dataset(name, revision=commit, num_proc=num_proc), commit
     except ImportError as error:
-        raise UserError(f'downloading {name} needs the package datasets ({error}): pip install datasets') from None
-    except Exception as error:  # many libraries lie below: no network, no such revision, a full disk, ...
-        raise UserError(f'{name} at {revision!r} cannot be had from Hugging Face ({type(error).__name__}: {error}); '
-                        'try again later, another --revision, or give files of it with --input') from error
+        raise UserError(
+            f'downloading {name} needs the package datasets ({error}): pip install datasets'
+        ) from None
+    # many libraries lie below: no network, no such revision, a full disk, ...
+    except Exception as error:
+        raise UserError(
+            f'{name} at {revision!r} cannot be had from Hugging Face ({type(error).__name__}: {error}); '
+            'try again later, another --revision, or give files of it with --input'
+        ) from error
 
 
 def read_rows(rows):
@@ -175,13 +224,18 @@ def fetch(url, sha256):
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read(2**30)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f'{url}: cannot be downloaded ({error}); get it by other means, give it with --input') from None
+        raise UserError(
+            f'{url}: cannot be downloaded ({error}); get it by other means, give it with --input'
+        ) from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f'{url}: not the file this script was written for (SHA-256 differs); give yours with --input')
+        raise UserError(
+            f'{url}: not the file this script was written for (SHA-256 differs); give yours with --input'
+        )
     return data
 
 
 # ---- the validation split
+
 
 def survey(pieces):
     """(number of characters, the sorted characters that occur)."""
@@ -194,6 +248,7 @@ def survey(pieces):
 
 def first_documents(pieces, count):
     """`pieces`, ended after `count` documents (None: all)."""
+
     def start():
         left = count
         for text, last in pieces():
@@ -201,6 +256,7 @@ def first_documents(pieces, count):
             left -= last
             if not left:
                 return
+
     return start if count else pieces
 
 
@@ -212,7 +268,8 @@ def split_as_given(sources):
 
 
 def split_by_position(pieces, characters):
-    """The same, of a source whose first `characters` characters are for training and whose rest is for validation."""
+    """The same, of a source whose first `characters` characters are for training and whose rest is
+    for validation."""
     left = characters
     for text, last in pieces():
         head, tail = text[:left], text[left:]
@@ -224,7 +281,8 @@ def split_by_position(pieces, characters):
 
 
 def split_by_document(pieces, every, seed):
-    """The same, of a source of whose documents one in `every` is for validation; `seed` tells which."""
+    """The same, of a source of whose documents one in `every` is for validation; `seed` tells
+    which."""
     number = 0
     for text, last in pieces():
         yield 'val' if number % every == seed % every else 'train', text, last
@@ -232,12 +290,16 @@ def split_by_document(pieces, every, seed):
 
 
 def split_by_rule(pieces, val_fraction, seed, continuous):
-    """(pieces (split, text, last), the rule in words): by position in one continuous text or a single document, else by
-    document. A set of few documents still gets one for validation."""
+    """(pieces (split, text, last), the rule in words): by position in one continuous text or a
+    single document, else by document. A set of few documents still gets one for validation."""
     every = round(1 / max(val_fraction, 1e-9))
     documents = sum(1 for _ in islice((last for _, last in pieces() if last), every))
     if continuous or documents == 1:
         characters = int(survey(pieces)[0] * (1 - val_fraction))
-        return split_by_position(pieces, characters), f'the first {characters} characters train, the rest is val'
+        return split_by_position(
+            pieces, characters
+        ), f'the first {characters} characters train, the rest is val'
     every = max(2, min(every, documents))
-    return split_by_document(pieces, every, seed), f'of each {every} documents, number {seed % every} (from 0) is val'
+    return split_by_document(
+        pieces, every, seed
+    ), f'of each {every} documents, number {seed % every} (from 0) is val'

@@ -1,8 +1,9 @@
-"""Fixtures shared by the model's tests: tiny models of every scheme, with no parameter left at a special value.
+"""Fixtures shared by the model's tests: tiny models of every scheme, with no parameter left at a
+special value.
 
-Whatever asks for `update` runs once for each scheme of model.SCHEMES, and whatever asks for `variant` once for each
-architecture a scheme allows; a scheme becomes tested by being registered there.
-"""
+Whatever asks for `update` runs once for each scheme of model.SCHEMES, and whatever asks for
+`variant` once for each architecture a scheme allows; a scheme becomes tested by being registered
+there."""
 
 import hashlib
 import itertools
@@ -31,14 +32,24 @@ def variants(update):
     rule, _ = SCHEMES[update]
     if rule.normalized:  # one architecture: RoPE, SwiGLU, untied, no biases
         return [dict(update=update)]
-    choices = dict(pos=['learned', 'rope'], mlp=['gelu', 'swiglu'], tie_weights=[True, False], bias=[False, True])
+    choices = dict(
+        pos=['learned', 'rope'],
+        mlp=['gelu', 'swiglu'],
+        tie_weights=[True, False],
+        bias=[False, True],
+    )
     if rule.uses_velocity:
         choices['velocity_init'] = ['learned', 'zero']
-    return [dict(update=update, **dict(zip(choices, values))) for values in itertools.product(*choices.values())]
+    return [
+        dict(update=update, **dict(zip(choices, values)))
+        for values in itertools.product(*choices.values())
+    ]
 
 
 def describe(kwargs):
-    return '-'.join(f'{key}={value}' if isinstance(value, bool) else str(value) for key, value in kwargs.items())
+    return '-'.join(
+        f'{key}={value}' if isinstance(value, bool) else str(value) for key, value in kwargs.items()
+    )
 
 
 @pytest.fixture(params=SCHEMES)
@@ -58,7 +69,8 @@ def fresh(**kwargs):
 
 
 def perturb(model, seed=0, std=0.3):
-    """Add noise to every parameter (no gain stays 1, no scalar at its start, some alphas turn negative), in place."""
+    """Add noise to every parameter (no gain stays 1, no scalar at its start, some alphas turn
+    negative), in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -75,7 +87,12 @@ def nontrivial(dtype=torch.float64, std=0.3, **kwargs):
 def rules(model):
     """The update rules of all layers, in order: two a layer for Lie-Trotter, one for Euler."""
     names = ('update_attn', 'update_mlp', 'update')
-    return [getattr(block, name) for block in model.transformer.h for name in names if hasattr(block, name)]
+    return [
+        getattr(block, name)
+        for block in model.transformer.h
+        for name in names
+        if hasattr(block, name)
+    ]
 
 
 def tokens(B=2, T=7, vocab_size=TINY['vocab_size'], seed=1):
@@ -92,9 +109,22 @@ def relative_error(a, b):
 # Training: a generated data folder, and train.py called in this process or in one of its own.
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=4,
-             eval_interval=0,
-             eval_iters=2, log_interval=1, learning_rate=1e-2, device='cpu', dtype='float32', compile='False')
+SMALL = dict(
+    n_layer=1,
+    n_head=2,
+    n_embd=16,
+    block_size=16,
+    batch_size=4,
+    gradient_accumulation_steps=2,
+    max_iters=4,
+    eval_interval=0,
+    eval_iters=2,
+    log_interval=1,
+    learning_rate=1e-2,
+    device='cpu',
+    dtype='float32',
+    compile='False',
+)
 ALPHABET = '\nabcdefghijkl'
 
 
@@ -102,9 +132,16 @@ def write_data(folder, n_train=4000, n_val=700, seed=0):
     """A prepared data folder: letters of ALPHABET, each mostly followed by the next one."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    meta = {'version': 1, 'tokenizer': {'kind': 'char', 'chars': list(ALPHABET)}, 'vocab_size': len(ALPHABET),
-            'dtype': 'uint16',
-            'tokens': {}, 'max_id': {}, 'sha256': {}, 'source': {}}
+    meta = {
+        'version': 1,
+        'tokenizer': {'kind': 'char', 'chars': list(ALPHABET)},
+        'vocab_size': len(ALPHABET),
+        'dtype': 'uint16',
+        'tokens': {},
+        'max_id': {},
+        'sha256': {},
+        'source': {},
+    }
     for split, count in (('train', n_train), ('val', n_val)):
         ids = [0]
         while len(ids) < count:
@@ -136,12 +173,20 @@ def arguments(options):
 def records(folder):
     """The records of a run's metrics.jsonl, [] if there is none."""
     path = Path(folder) / 'metrics.jsonl'
-    return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def call(main, argv):
-    """(exit code, last message) of a script's main in this process; signal handlers are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    """(exit code, last message) of a script's main in this process; signal handlers are put
+    back."""
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     try:
         main([str(argument) for argument in argv])
     except UserError as error:
@@ -157,16 +202,26 @@ def call(main, argv):
 def train(data_folder, out_dir, **options):
     """Trains the SMALL model in this process -> Outcome; options override SMALL's."""
     import train as script
-    code, message = call(script.main, arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options}))
+
+    code, message = call(
+        script.main, arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options})
+    )
     return Outcome(code, message, records(out_dir))
 
 
 def start_train(data_folder, out_dir, launcher=(), **options):
-    """train.py of the SMALL model in a process of its own, under `launcher` if given -> Popen with text pipes."""
+    """train.py of the SMALL model in a process of its own, under `launcher` if given -> Popen with
+    text pipes."""
     command = [sys.executable, *launcher, str(ROOT / 'train.py')]
     command += arguments({**SMALL, 'dataset': data_folder, 'out_dir': out_dir, **options})
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {'OMP_NUM_THREADS': '1'},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def run_train(*args, **options):

@@ -1,9 +1,10 @@
-"""The models' equations once more, written for checking and not for speed: float64, one head, one position at a time.
+"""The models' equations once more, written for checking and not for speed: float64, one head, one
+position at a time.
 
-Nothing here imports model.py. Everything is driven by a state dict (name -> float64 tensor) and a config, so that the
-two programs share names and numbers only. Symbols are the papers': X, V (B, T, d); A, M the two oracles; L layers,
-H heads of size C = d / H. A scheme that SCHEMES does not list has no reference (yet).
-"""
+Nothing here imports model.py. Everything is driven by a state dict (name -> float64 tensor) and a
+config, so that the two programs share names and numbers only. Symbols are the papers': X, V (B, T,
+d); A, M the two oracles; L layers, H heads of size C = d / H. A scheme that SCHEMES does not list
+has no reference (yet)."""
 
 import math
 
@@ -23,6 +24,7 @@ SCHEMES = {  # update -> (step, splitting)
 
 
 # ---- the functions the equations are made of -------------------------------------------------------------------------
+
 
 def sigmoid(raw):
     return 1 / (1 + torch.exp(-raw))
@@ -65,6 +67,7 @@ def rotate(x, base):
 
 # ---- the two oracles -------------------------------------------------------------------------------------------------
 
+
 def linear(state, name, x):
     y = x @ state[name + '.weight'].T
     return y + state[name + '.bias'] if name + '.bias' in state else y
@@ -82,19 +85,20 @@ def attention(state, cfg, layer, x, sphere):
     qkv = linear(state, name + '.c_attn', x)
     heads = []
     for h in range(cfg.n_head):
-        q, k, v = (qkv[:, :, part * d + h * C: part * d + (h + 1) * C] for part in range(3))
+        q, k, v = (qkv[:, :, part * d + h * C : part * d + (h + 1) * C] for part in range(3))
         if cfg.pos == 'rope':
             q, k = rotate(q, cfg.rope_base), rotate(k, cfg.rope_base)
         if sphere:
-            s_qk = state[name + '.s_qk.raw'].reshape(-1)[h * C: (h + 1) * C] * math.sqrt(d)  # init / scale, init = 1
+            # init / scale, init = 1
+            s_qk = state[name + '.s_qk.raw'].reshape(-1)[h * C : (h + 1) * C] * math.sqrt(d)
             q, k = unit(q) * s_qk, unit(k) * s_qk
         scale = math.sqrt(C) if sphere else 1 / math.sqrt(C)
         out = []
         for t in range(T):  # position t sees 0..t and nothing else
-            scores = scale * (k[:, :t + 1] * q[:, t:t + 1]).sum(-1)  # (B, t + 1)
+            scores = scale * (k[:, : t + 1] * q[:, t : t + 1]).sum(-1)  # (B, t + 1)
             weights = torch.exp(scores - scores.max(-1, keepdim=True).values)
             weights = weights / weights.sum(-1, keepdim=True)
-            out.append((weights[:, :, None] * v[:, :t + 1]).sum(1))
+            out.append((weights[:, :, None] * v[:, : t + 1]).sum(1))
         heads.append(torch.stack(out, dim=1))
     return linear(state, name + '.c_proj', torch.cat(heads, dim=-1))
 
@@ -115,8 +119,10 @@ def mlp(state, cfg, layer, x, sphere):
 
 # ---- one optimizer step ----------------------------------------------------------------------------------------------
 
+
 def step(kind, state, cfg, name, x, v, G):
     """(x, v) -> (x', v') by the rule `kind`, whose parameters are under `name`; G is the oracle."""
+
     def raw(scalar):
         return state[f'{name}.{scalar}.raw']
 
@@ -131,11 +137,14 @@ def step(kind, state, cfg, name, x, v, G):
         v = sigmoid(raw('beta')) * v + alpha * (unit(G(y)) - y)
         return unit(x + v), v
     y = x if kind == 'polyak' else x + sigmoid(raw('mu')) * v
-    v = layer_norm(sigmoid(raw('beta')) * v + softplus(raw('gamma')) * G(y), state[name + '.norm_v.weight'])
+    v = layer_norm(
+        sigmoid(raw('beta')) * v + softplus(raw('gamma')) * G(y), state[name + '.norm_v.weight']
+    )
     return x + (softplus(raw('nu')) * v if kind == 'tmm' else v), v
 
 
 # ---- the whole model -------------------------------------------------------------------------------------------------
+
 
 def logits(state, cfg, idx):
     """Logits (B, T, vocabulary) of every position of idx (B, T)."""
@@ -156,10 +165,14 @@ def logits(state, cfg, idx):
         name = f'transformer.h.{layer}'
 
         def A(y):
-            return attention(state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_1', y), sphere)
+            return attention(
+                state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_1', y), sphere
+            )
 
         def M(y):
-            return mlp(state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_2', y), sphere)
+            return mlp(
+                state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_2', y), sphere
+            )
 
         if splitting == 'lie_trotter':
             x, v = step(kind, state, cfg, name + '.update_attn', x, v, A)
@@ -178,5 +191,7 @@ def loss(state, cfg, idx, targets):
     """Mean negative log likelihood in nats of the targets (B, T) that are not -1."""
     z = logits(state, cfg, idx)
     log_p = z - torch.logsumexp(z, dim=-1, keepdim=True)
-    counted = [(b, t, y) for b, row in enumerate(targets.tolist()) for t, y in enumerate(row) if y != -1]
+    counted = [
+        (b, t, y) for b, row in enumerate(targets.tolist()) for t, y in enumerate(row) if y != -1
+    ]
     return -sum(log_p[b, t, y] for b, t, y in counted) / len(counted)

@@ -9,7 +9,8 @@ from generation import Decoder
 from model import SCHEMES
 
 BLOCK = TINY['block_size']
-SPLITS = [[1] * 8, [8], [7, 1], [1, 7], [3, 5], [2, 2, 2, 2], [4, 1, 1, 2]]  # of 8 tokens into consecutive chunks
+# of 8 tokens into consecutive chunks
+SPLITS = [[1] * 8, [8], [7, 1], [1, 7], [3, 5], [2, 2, 2, 2], [4, 1, 1, 2]]
 
 
 def with_cache(model, idx, split):
@@ -53,7 +54,8 @@ def test_last_logits_of_a_cached_chunk(update):
 
 @torch.no_grad()
 def test_caches_are_independent(update):
-    """A cache belongs to its caller: two of one model do not mix, and none outlives its use in the model."""
+    """A cache belongs to its caller: two of one model do not mix, and none outlives its use in the
+    model."""
     model = nontrivial(update=update)
     a, b = tokens(B=2, T=BLOCK), tokens(B=2, T=BLOCK, seed=5)
     cache_a, cache_b = model.new_cache(), model.new_cache()
@@ -62,7 +64,10 @@ def test_caches_are_independent(update):
         interleaved['a'].append(model(chunk_a, cache=cache_a, return_logits=True)[0])
         interleaved['b'].append(model(chunk_b, cache=cache_b, return_logits=True)[0])
     for name, idx in (('a', a), ('b', b)):
-        assert relative_error(torch.cat(interleaved[name], dim=1), model(idx, return_logits=True)[0]) < 1e-13
+        assert (
+            relative_error(torch.cat(interleaved[name], dim=1), model(idx, return_logits=True)[0])
+            < 1e-13
+        )
     assert set(model.state_dict()) == set(fresh(update=update).state_dict())
 
 
@@ -77,12 +82,20 @@ def test_full_cache_refuses_more(update):
 
 # ---- generate --------------------------------------------------------------------------------------------------------
 
+
 @torch.no_grad()
 def greedy_by_hand(model, idx, n):
-    """n greedy tokens after idx (B, T), each from a forward pass over the last block_size tokens."""
+    """n greedy tokens after idx (B, T), each from a forward pass over the last block_size
+    tokens."""
     for _ in range(n):
         logits = model(idx[:, -BLOCK:], return_logits=True)[0][:, -1]
-        idx = torch.cat([idx, logits[:, :model.cfg.vocab_used or model.cfg.vocab_size].argmax(-1, keepdim=True)], dim=1)
+        idx = torch.cat(
+            [
+                idx,
+                logits[:, : model.cfg.vocab_used or model.cfg.vocab_size].argmax(-1, keepdim=True),
+            ],
+            dim=1,
+        )
     return idx
 
 
@@ -94,7 +107,9 @@ def test_greedy_tokens_with_and_without_the_cache(update):
         expected = greedy_by_hand(model, idx, 12)
         changes += (expected[:, length:].diff() != 0).sum()
         for use_cache in (True, False):
-            assert torch.equal(model.generate(idx, 12, temperature=0, use_cache=use_cache), expected), length
+            assert torch.equal(
+                model.generate(idx, 12, temperature=0, use_cache=use_cache), expected
+            ), length
     assert changes > 10  # of 198: a constant answer would prove little
 
 
@@ -104,7 +119,9 @@ def test_sampled_tokens_with_and_without_the_cache(update, temperature, top_k):
     outputs = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        outputs.append(model.generate(idx, 14, temperature=temperature, top_k=top_k, use_cache=use_cache))
+        outputs.append(
+            model.generate(idx, 14, temperature=temperature, top_k=top_k, use_cache=use_cache)
+        )
     assert outputs[0].shape == (3, 16) and outputs[0].dtype == torch.int64
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0][:, :2], idx)
@@ -115,7 +132,10 @@ def test_rows_of_a_batch_do_not_see_each_other(update, use_cache):
     model, idx = nontrivial(update=update), tokens(B=3, T=3)
     together = model.generate(idx, 8, temperature=0, use_cache=use_cache)
     for row in range(3):
-        assert torch.equal(model.generate(idx[row:row + 1], 8, temperature=0, use_cache=use_cache)[0], together[row])
+        assert torch.equal(
+            model.generate(idx[row : row + 1], 8, temperature=0, use_cache=use_cache)[0],
+            together[row],
+        )
 
 
 @pytest.mark.parametrize('use_cache', [True, False])
@@ -123,7 +143,9 @@ class TestGenerate:
     def test_top_k_of_one_is_greedy(self, update, use_cache):
         model, idx = nontrivial(update=update), tokens()
         greedy = model.generate(idx, 6, temperature=0.0, use_cache=use_cache)
-        assert torch.equal(model.generate(idx, 6, temperature=1.0, top_k=1, use_cache=use_cache), greedy)
+        assert torch.equal(
+            model.generate(idx, 6, temperature=1.0, top_k=1, use_cache=use_cache), greedy
+        )
 
     def test_top_k_beyond_the_vocabulary_is_no_restriction(self, update, use_cache):
         model, idx = nontrivial(update=update), tokens()
@@ -143,7 +165,9 @@ class TestGenerate:
         model = nontrivial(update=update, dropout=dropout)
         expected = greedy_by_hand(model, tokens(), 6)
         model.train(training)
-        assert torch.equal(model.generate(tokens(), 6, temperature=0, use_cache=use_cache), expected)
+        assert torch.equal(
+            model.generate(tokens(), 6, temperature=0, use_cache=use_cache), expected
+        )
         assert all(module.training is training for module in model.modules())
 
     def test_no_graph_is_kept(self, update, use_cache):
@@ -152,19 +176,25 @@ class TestGenerate:
         model.register_forward_hook(lambda *_: recording.append(torch.is_grad_enabled()))
         model.generate(tokens(), 3, use_cache=use_cache)
         assert recording == [False] * 3 and torch.is_grad_enabled()
-        model(tokens(), tokens(seed=2))[1].backward()  # and training goes on as if nothing had happened
+        # and training goes on as if nothing had happened
+        model(tokens(), tokens(seed=2))[1].backward()
 
 
 @pytest.mark.parametrize('use_cache', [True, False])
 def test_samples_follow_the_distribution(use_cache):
-    """20,000 first tokens after one prompt against softmax(logits / temperature), whole and cut to the best three."""
+    """20,000 first tokens after one prompt against softmax(logits / temperature), whole and cut to
+    the best three."""
     model = nontrivial(torch.float32, update='lt_nag')
     idx = tokens(B=1, T=3).expand(20_000, 3)
     torch.manual_seed(0)
     with torch.no_grad():
         logits = model(idx[:1])[0][0, -1].double() / 1.7
     for top_k in (None, 3):
-        kept = logits if top_k is None else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        kept = (
+            logits
+            if top_k is None
+            else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        )
         sampled = model.generate(idx, 1, temperature=1.7, top_k=top_k, use_cache=use_cache)[:, -1]
         frequency = sampled.bincount(minlength=TINY['vocab_size']) / len(sampled)
         assert (frequency - kept.softmax(-1)).abs().max() < 0.015
@@ -172,28 +202,43 @@ def test_samples_follow_the_distribution(use_cache):
 
 @pytest.mark.parametrize('use_cache', [True, False])
 def test_padding_ids_are_never_sampled(update, use_cache):
-    """Ids from vocab_used on exist only to round the table up; here their logits are the highest everywhere."""
+    """Ids from vocab_used on exist only to round the table up; here their logits are the highest
+    everywhere."""
     model = nontrivial(update=update, vocab_used=9)
     with torch.no_grad():
         head = model.lm_head.weight
         head[9:] = 100 * torch.stack([head[0], -head[0], head[1], -head[1]])
         assert (model(tokens(B=4), return_logits=True)[0].argmax(-1) >= 9).all()
     torch.manual_seed(0)
-    for sampler in ({}, dict(temperature=0), dict(temperature=50.0), dict(top_k=1), dict(top_k=9), dict(top_k=13)):
-        assert model.generate(tokens(B=4, vocab_size=9), 12, use_cache=use_cache, **sampler).max() < 9, sampler
+    for sampler in (
+        {},
+        dict(temperature=0),
+        dict(temperature=50.0),
+        dict(top_k=1),
+        dict(top_k=9),
+        dict(top_k=13),
+    ):
+        assert (
+            model.generate(tokens(B=4, vocab_size=9), 12, use_cache=use_cache, **sampler).max() < 9
+        ), sampler
 
 
-@pytest.mark.parametrize('arguments, match', [
-    (dict(temperature=-0.5), 'temperature'),
-    (dict(temperature=float('nan')), 'temperature'),
-    (dict(top_k=0), 'top_k'),
-    (dict(top_k=-3), 'top_k'),
-    (dict(max_new_tokens=-1), 'max_new_tokens'),
-])
+@pytest.mark.parametrize(
+    'arguments, match',
+    [
+        (dict(temperature=-0.5), 'temperature'),
+        (dict(temperature=float('nan')), 'temperature'),
+        (dict(top_k=0), 'top_k'),
+        (dict(top_k=-3), 'top_k'),
+        (dict(max_new_tokens=-1), 'max_new_tokens'),
+    ],
+)
 @pytest.mark.parametrize('use_cache', [True, False])
 def test_bad_requests_are_refused(arguments, match, use_cache):
     with pytest.raises(ValueError, match=match):
-        fresh(update='gd').generate(tokens(), **{'max_new_tokens': 3, 'use_cache': use_cache, **arguments})
+        fresh(update='gd').generate(
+            tokens(), **{'max_new_tokens': 3, 'use_cache': use_cache, **arguments}
+        )
 
 
 @pytest.mark.parametrize('use_cache', [True, False])
@@ -210,7 +255,9 @@ def test_damaged_weights_are_reported(use_cache):
 @pytest.mark.parametrize('max_new_tokens', [0, 3])
 def test_empty_prompt_is_refused(use_cache, max_new_tokens):
     with pytest.raises(ValueError, match='prompt'):
-        fresh(update='gd').generate(torch.zeros(1, 0, dtype=torch.int64), max_new_tokens, use_cache=use_cache)
+        fresh(update='gd').generate(
+            torch.zeros(1, 0, dtype=torch.int64), max_new_tokens, use_cache=use_cache
+        )
 
 
 @pytest.mark.parametrize('use_cache', [True, False])
@@ -222,6 +269,7 @@ def test_generates_under_autocast(update, use_cache):
 
 # ---- Decoder: the fast way to the same tokens ---------------------------------------------------------------------------
 
+
 @pytest.fixture(params=['eager', 'static'])
 def make_decoder(request, monkeypatch):
     """static: what is compiled, as it is before the compiler has seen it."""
@@ -230,9 +278,13 @@ def make_decoder(request, monkeypatch):
 
 
 def test_a_decoder_gives_the_models_tokens(update, make_decoder):
-    """From prompts below, at and beyond block_size, well beyond it, and again with other batch sizes."""
+    """From prompts below, at and beyond block_size, well beyond it, and again with other batch
+    sizes."""
     model = nontrivial(torch.float32, update=update, std=0.6)
-    prompts = [tokens(B=B, T=T, seed=T) for B, T in ((3, 1), (1, 3), (20, BLOCK - 1), (3, BLOCK), (2, BLOCK + 1))]
+    prompts = [
+        tokens(B=B, T=T, seed=T)
+        for B, T in ((3, 1), (1, 3), (20, BLOCK - 1), (3, BLOCK), (2, BLOCK + 1))
+    ]
     expected = [model.generate(idx, 12, temperature=0) for idx in prompts]
     decoder = make_decoder(model)
     for idx, text in zip(prompts, expected):
@@ -260,12 +312,21 @@ def test_a_decoders_bfloat16_weights_are_near(update, make_decoder):
             decoder(idx[:, :-1], cache=cache)
             assert relative_error(decoder(idx[:, -1:], cache=cache)[0].float(), expected) < 0.05
     head = model.lm_head
-    assert (head.packed if head.weight is None else head.weight).dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
+    assert (
+        head.packed if head.weight is None else head.weight
+    ).dtype == torch.bfloat16 and model.transformer.wte.weight.dtype == torch.float32
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='no oneDNN')
-@pytest.mark.parametrize('cpu, batch_size, packed', [('Intel Xeon', 1, not torch.backends.mkl.is_available()), ('Intel Xeon', 2, True),
-                                                     ('AMD EPYC', 1, True), (None, 1, True)])
+@pytest.mark.parametrize(
+    'cpu, batch_size, packed',
+    [
+        ('Intel Xeon', 1, not torch.backends.mkl.is_available()),
+        ('Intel Xeon', 2, True),
+        ('AMD EPYC', 1, True),
+        (None, 1, True),
+    ],
+)
 def test_a_row_in_float32_is_left_to_mkl_on_intel(monkeypatch, cpu, batch_size, packed):
     monkeypatch.setattr(runtime, 'cpu_features', lambda: {'cpu_name': cpu} if cpu else {})
     model, idx = nontrivial(torch.float32, update='lt_nag', std=0.6), tokens(B=batch_size, T=3)
@@ -281,4 +342,7 @@ def test_a_compiled_step_gives_the_eager_logits():
         pytest.skip('no working compiler')
     model = nontrivial(torch.float32, update='lt_nag')
     expected = model.generate(tokens(B=2), 9, temperature=0)
-    assert torch.equal(Decoder(model, torch.float32, compiled=True).generate(tokens(B=2), 9, temperature=0), expected)
+    assert torch.equal(
+        Decoder(model, torch.float32, compiled=True).generate(tokens(B=2), 9, temperature=0),
+        expected,
+    )

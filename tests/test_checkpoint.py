@@ -1,4 +1,5 @@
-"""Checkpoints: whatever moment a run dies at, a good one is left; whatever a file holds, it can do no harm."""
+"""Checkpoints: whatever moment a run dies at, a good one is left; whatever a file holds, it can do
+no harm."""
 
 import builtins
 import errno
@@ -38,13 +39,21 @@ def state(step, update='gd', **kwargs):
     model = fresh(update=update, n_layer=1, n_embd=4, n_head=1, **kwargs)
     with torch.no_grad():
         model.transformer.wte.weight.fill_(step)
-    return {'version': 1, 'model': model.state_dict(), 'gpt_config': asdict(model.cfg), 'step': step,
-            'best_val_loss': 2.5,
-            'tokenizer': TOKENIZER, 'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}},
-            'scaler': {},
-            'train_config': {'seed': 1, 'min_lr': None}, 'skipped': 0, 'rng': [[torch.get_rng_state()]],
-            'data': {'train': 'x', 'val': 'y'},
-            'wandb_id': None}
+    return {
+        'version': 1,
+        'model': model.state_dict(),
+        'gpt_config': asdict(model.cfg),
+        'step': step,
+        'best_val_loss': 2.5,
+        'tokenizer': TOKENIZER,
+        'optimizer': {'a': {'step': torch.tensor(3.0), 'exp_avg': torch.ones(2)}},
+        'scaler': {},
+        'train_config': {'seed': 1, 'min_lr': None},
+        'skipped': 0,
+        'rng': [[torch.get_rng_state()]],
+        'data': {'train': 'x', 'val': 'y'},
+        'wandb_id': None,
+    }
 
 
 def save(folder, *steps, **options):
@@ -70,11 +79,15 @@ def plain(value):
 
 # writing and reading back
 
+
 def test_round_trip(tmp_path):
     save(tmp_path, 7)
     found = read(tmp_path / 'ckpt.pt')
     assert digest(found) == digest(state(7)) and found.keys() == state(7).keys() | {'digest'}
-    assert found['train_config'] == {'seed': 1, 'min_lr': None} and type(found['best_val_loss']) is float
+    assert (
+        found['train_config'] == {'seed': 1, 'min_lr': None}
+        and type(found['best_val_loss']) is float
+    )
 
 
 def test_a_file_holds_tensors_and_plain_types_only(finished):
@@ -90,7 +103,15 @@ def test_best_holds_what_sampling_and_finetuning_need(tmp_path):
     saver.save(state(4), best=False)
     assert saver.wait()
     best = read(tmp_path / 'best.pt')
-    assert best['step'] == 3 and best.keys() == {'version', 'model', 'gpt_config', 'step', 'best_val_loss', 'tokenizer', 'digest'}
+    assert best['step'] == 3 and best.keys() == {
+        'version',
+        'model',
+        'gpt_config',
+        'step',
+        'best_val_loss',
+        'tokenizer',
+        'digest',
+    }
     assert (best['model']['transformer.wte.weight'] == 3).all()
     assert read(tmp_path / 'ckpt.pt')['step'] == 4
 
@@ -100,8 +121,11 @@ def test_what_is_saved_is_a_copy(tmp_path):
     written = state(1)
     saver = Saver(tmp_path)
     saver.save(written)
-    for weights in (written['model']['transformer.wte.weight'], written['optimizer']['a']['exp_avg'],
-                    written['rng'][0][0]):
+    for weights in (
+        written['model']['transformer.wte.weight'],
+        written['optimizer']['a']['exp_avg'],
+        written['rng'][0][0],
+    ):
         weights.zero_()
     written['train_config']['seed'] = 5
     assert saver.wait()
@@ -132,6 +156,7 @@ def test_an_empty_folder_has_no_state(tmp_path):
 
 # dying and failing while writing
 
+
 class Killed(BaseException):
     """The process ends here."""
 
@@ -141,7 +166,11 @@ CALLS = ['torch.save', 'open', 'os.fsync', 'os.link', 'os.replace', 'os.unlink']
 
 def break_call(monkeypatch, call, error, before=True):
     """Makes a call that checkpoint.py uses raise `error`, before or after its work."""
-    owners = {'torch.save': (torch, 'save'), 'open': (checkpoint, 'open'), 'os.unlink': (checkpoint.Path, 'unlink')}
+    owners = {
+        'torch.save': (torch, 'save'),
+        'open': (checkpoint, 'open'),
+        'os.unlink': (checkpoint.Path, 'unlink'),
+    }
     owner, name = owners.get(call, (os, call[3:]))
     original = getattr(owner, name, builtins.open)
 
@@ -151,6 +180,7 @@ def break_call(monkeypatch, call, error, before=True):
         if not before:
             original(*args, **kwargs)
         raise error
+
     monkeypatch.setattr(owner, name, broken, raising=False)
 
 
@@ -171,7 +201,8 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path, monkeypatch, call, bef
 @pytest.mark.parametrize('before', [True, False], ids=['before', 'after'])
 @pytest.mark.parametrize('call', CALLS)
 def test_a_kill_after_a_fall_back_leaves_a_good_one(tmp_path, monkeypatch, call, before):
-    """ckpt.pt is damaged, the run went on from the one before: that one must stay until the new one is in place."""
+    """ckpt.pt is damaged, the run went on from the one before: that one must stay until the new one
+    is in place."""
     save(tmp_path, 1, 2, keep_last=1)
     (tmp_path / 'ckpt.pt').write_bytes(b'damaged')
     assert read_latest(tmp_path)['step'] == 1
@@ -188,16 +219,27 @@ def test_a_kill_after_a_fall_back_leaves_a_good_one(tmp_path, monkeypatch, call,
 class Faults:
     """Counts the calls to the operating system that a save makes and lets one of them fail.
 
-    fault: an errno, raised once or (`lasting`) from there on; 'short': half of a write is lost in silence; 'vanished': the
-    folder is moved away before the call.
-    """
+    fault: an errno, raised once or (`lasting`) from there on; 'short': half of a write is lost in
+    silence; 'vanished': the folder is moved away before the call."""
 
     def __init__(self, patch):
         self.folder, self.calls, self.at, self.fault, self.lasting = None, [], None, None, False
-        for owner, name in ((os, 'open'), (os, 'link'), (os, 'replace'), (Path, 'unlink'), (torch, 'load')):
+        for owner, name in (
+            (os, 'open'),
+            (os, 'link'),
+            (os, 'replace'),
+            (Path, 'unlink'),
+            (torch, 'load'),
+        ):
             patch.setattr(owner, name, self.watched(name, getattr(owner, name)))
-        patch.setattr(os, 'fsync', self.watched('fsync', lambda descriptor: None))  # thousands of saves are waited for here
-        patch.setattr(checkpoint, 'open', lambda *args: FaultyFile(self.call('create', open, *args), self), raising=False)
+        # thousands of saves are waited for here
+        patch.setattr(os, 'fsync', self.watched('fsync', lambda descriptor: None))
+        patch.setattr(
+            checkpoint,
+            'open',
+            lambda *args: FaultyFile(self.call('create', open, *args), self),
+            raising=False,
+        )
 
     def watched(self, name, function):
         return lambda *args, **kwargs: self.call(name, function, *args, **kwargs)
@@ -214,7 +256,7 @@ class Faults:
             if self.fault == 'vanished':
                 os.rename(self.folder, self.folder.with_name(f'{self.folder.name} moved'))
             elif name == 'write':
-                function(bytes(args[0])[:len(args[0]) // 2])
+                function(bytes(args[0])[: len(args[0]) // 2])
                 return len(args[0])
         return function(*args, **kwargs)
 
@@ -225,7 +267,11 @@ class FaultyFile:
 
     def __getattr__(self, name):
         method = getattr(self.file, name)
-        return functools.partial(self.faults.call, name, method) if name in ('write', 'flush') else method
+        return (
+            functools.partial(self.faults.call, name, method)
+            if name in ('write', 'flush')
+            else method
+        )
 
     def __enter__(self):
         return self
@@ -237,16 +283,40 @@ class FaultyFile:
 
 
 def small_state(step, best_val_loss):
-    return {'version': 1, 'model': {'w': torch.full((3,), float(step))}, 'gpt_config': {}, 'step': step, 'best_val_loss': best_val_loss,
-            'tokenizer': TOKENIZER, 'optimizer': {}}
+    return {
+        'version': 1,
+        'model': {'w': torch.full((3,), float(step))},
+        'gpt_config': {},
+        'step': step,
+        'best_val_loss': best_val_loss,
+        'tokenizer': TOKENIZER,
+        'optimizer': {},
+    }
 
 
-@pytest.mark.parametrize('fault, lasting', [
-    (errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EIO, False), (errno.EACCES, False),
-    ('short', False), ('vanished', False)], ids=lambda value: errno.errorcode.get(value) if type(value) is int else str(value))
-def test_whatever_call_of_a_save_fails_nothing_is_lost(tmp_path, monkeypatch, capsys, fault, lasting):
-    """The one before is whole, a warning tells, and the next save makes up for it: best.pt too, and no file is left over."""
-    saver, old, new, next_one = Saver(tmp_path / 'start'), small_state(2, 2.5), small_state(3, 2.0), small_state(4, 2.0)
+@pytest.mark.parametrize(
+    'fault, lasting',
+    [
+        (errno.ENOSPC, False),
+        (errno.ENOSPC, True),
+        (errno.EIO, False),
+        (errno.EACCES, False),
+        ('short', False),
+        ('vanished', False),
+    ],
+    ids=lambda value: errno.errorcode.get(value) if type(value) is int else str(value),
+)
+def test_whatever_call_of_a_save_fails_nothing_is_lost(
+    tmp_path, monkeypatch, capsys, fault, lasting
+):
+    """The one before is whole, a warning tells, and the next save makes up for it: best.pt too, and
+    no file is left over."""
+    saver, old, new, next_one = (
+        Saver(tmp_path / 'start'),
+        small_state(2, 2.5),
+        small_state(3, 2.0),
+        small_state(4, 2.0),
+    )
     (tmp_path / 'start').mkdir()
     for content, best in ((small_state(1, 2.5), True), (old, False)):
         saver.save(content, best)
@@ -260,43 +330,68 @@ def test_whatever_call_of_a_save_fails_nothing_is_lost(tmp_path, monkeypatch, ca
         faults.arm(folder, at, fault, lasting)
         saver.save(new, best=True)
         succeeded, calls = saver.wait(), faults.calls
-        where = f'call {at} of {len(calls)}: {calls[at:at + 1]}'
+        where = f'call {at} of {len(calls)}: {calls[at : at + 1]}'
         if at >= len(calls):
             assert succeeded
             break
         faults.arm(folder, None, None)
-        told, kept = capsys.readouterr().err, folder.with_name(f'{at} moved') if fault == 'vanished' else folder
+        told, kept = (
+            capsys.readouterr().err,
+            folder.with_name(f'{at} moved') if fault == 'vanished' else folder,
+        )
         if fault == 'vanished':
             assert re.search('NOT saved|VANISHED', told) or calls[at:] == ['fsync'], where
         elif fault != 'short' and calls[at] != 'link':  # without links the file is moved
-            assert re.search('NOT saved' if calls[at] != 'unlink' else 'cannot be deleted', told), where
+            assert re.search('NOT saved' if calls[at] != 'unlink' else 'cannot be deleted', told), (
+                where
+            )
         latest, best = read_latest(kept), read(kept / 'best.pt')
-        assert digest(latest['model']) == digest((old if latest['step'] == 2 else new)['model']), where
+        assert digest(latest['model']) == digest((old if latest['step'] == 2 else new)['model']), (
+            where
+        )
         assert fault == 'vanished' or not succeeded or latest['step'] == best['step'] == 3, where
-        assert best['best_val_loss'] <= latest['best_val_loss'], f'{where}: ckpt.pt promises a best.pt that is not there'
+        assert best['best_val_loss'] <= latest['best_val_loss'], (
+            f'{where}: ckpt.pt promises a best.pt that is not there'
+        )
         saver.save(next_one)
         assert saver.wait(), where
         latest = read_latest(folder)
-        assert digest(latest['model']) == digest(next_one['model']) and latest['best_val_loss'] == 2.0, where
+        assert (
+            digest(latest['model']) == digest(next_one['model']) and latest['best_val_loss'] == 2.0
+        ), where
         if fault != 'vanished' or best['step'] != 3:  # it vanished when it was in place
             best = read(folder / 'best.pt')
             assert best['step'] == 3 and digest(best['model']) == digest(new['model']), where
         older = checkpoint.history(folder)
-        assert len(older) <= 1 and all(read(path)['step'] == int(path.stem[5:]) for path in older), where
+        assert len(older) <= 1 and all(
+            read(path)['step'] == int(path.stem[5:]) for path in older
+        ), where
         assert set(names(folder)) - {path.name for path in older} <= {'best.pt', 'ckpt.pt'}, where
         at += 1
         called.update(calls)
-    assert at > 50 and called >= {'create', 'write', 'flush', 'fsync', 'close', 'load', 'link', 'replace', 'unlink'}
+    assert at > 50 and called >= {
+        'create',
+        'write',
+        'flush',
+        'fsync',
+        'close',
+        'load',
+        'link',
+        'replace',
+        'unlink',
+    }
 
 
 def test_a_best_that_failed_is_not_overtaken_by_the_next_snapshot(tmp_path, monkeypatch, capsys):
     """Snapshots share their memory; the weights that wait for another try must not be in it."""
     saver, save_truly = Saver(tmp_path), torch.save
     with monkeypatch.context() as patch:
+
         def failing(content, file):
             if 'optimizer' not in content:
                 raise OSError(errno.ENOSPC, 'No space left on device')
             save_truly(content, file)
+
         patch.setattr(torch, 'save', failing)
         for step in (1, 2, 3):
             saver.save(small_state(step, 2.0), best=step == 1)
@@ -310,8 +405,13 @@ def test_a_best_that_failed_is_not_overtaken_by_the_next_snapshot(tmp_path, monk
 def full_disk(tmp_path):
     """A file system of 200 kB."""
     (tmp_path / 'disk').mkdir()
-    if shutil.which('mount') is None or subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=200k', 'none', tmp_path / 'disk'],
-                                                       capture_output=True).returncode:
+    if (
+        shutil.which('mount') is None
+        or subprocess.run(
+            ['mount', '-t', 'tmpfs', '-o', 'size=200k', 'none', tmp_path / 'disk'],
+            capture_output=True,
+        ).returncode
+    ):
         pytest.skip('mounting a small file system is not allowed here')
     yield tmp_path / 'disk'
     subprocess.run(['umount', '-l', tmp_path / 'disk'], check=True)
@@ -319,10 +419,14 @@ def full_disk(tmp_path):
 
 def test_a_full_disk(full_disk, capsys):
     saver = save(full_disk, 1)
-    (full_disk / 'ballast').write_bytes(bytes(200_000 - 4 * (full_disk / 'ckpt.pt').stat().st_size // 3))
+    (full_disk / 'ballast').write_bytes(
+        bytes(200_000 - 4 * (full_disk / 'ckpt.pt').stat().st_size // 3)
+    )
     saver.save(state(2))
     assert not saver.wait() and 'NOT saved' in capsys.readouterr().err
-    assert digest(read(full_disk / 'ckpt.pt')) == digest(state(1)) and not list(full_disk.glob('*.tmp'))
+    assert digest(read(full_disk / 'ckpt.pt')) == digest(state(1)) and not list(
+        full_disk.glob('*.tmp')
+    )
     (full_disk / 'ballast').unlink()
     saver.save(state(3))
     assert saver.wait() and read_latest(full_disk)['step'] == 3
@@ -335,9 +439,17 @@ def test_a_device_without_room(tmp_path, capsys):
     saver = save(tmp_path, 1)
     (tmp_path / 'ckpt.tmp').symlink_to('/dev/full')
     saver.save(state(2))
-    assert not saver.wait() and 'No space left' in capsys.readouterr().err and read_latest(tmp_path)['step'] == 1
+    assert (
+        not saver.wait()
+        and 'No space left' in capsys.readouterr().err
+        and read_latest(tmp_path)['step'] == 1
+    )
     saver.save(state(3))
-    assert saver.wait() and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt'] and read_latest(tmp_path)['step'] == 3
+    assert (
+        saver.wait()
+        and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt']
+        and read_latest(tmp_path)['step'] == 3
+    )
 
 
 def test_a_limit_on_the_size_of_files(tmp_path, capsys):
@@ -349,24 +461,41 @@ def test_a_limit_on_the_size_of_files(tmp_path, capsys):
         succeeded = saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not succeeded and 'NOT saved' in capsys.readouterr().err and read_latest(tmp_path)['step'] == 1
+    assert (
+        not succeeded
+        and 'NOT saved' in capsys.readouterr().err
+        and read_latest(tmp_path)['step'] == 1
+    )
     saver.save(state(3))
-    assert saver.wait() and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt'] and read_latest(tmp_path)['step'] == 3
+    assert (
+        saver.wait()
+        and names(tmp_path) == ['ckpt-00000001.pt', 'ckpt.pt']
+        and read_latest(tmp_path)['step'] == 3
+    )
 
 
 def test_a_path_that_went_away_is_not_made_again(tmp_path, capsys):
-    """A run's own folder is, but a whole path that is gone may be a disk that is gone; beside its mount point nothing is written."""
+    """A run's own folder is, but a whole path that is gone may be a disk that is gone; beside its
+    mount point nothing is written."""
     saver = Saver(tmp_path / 'mount' / 'run')
     saver.save(state(1))
-    assert not saver.wait() and re.search('VANISHED.*\n.*NOT saved', capsys.readouterr().err) and names(tmp_path) == []
+    assert (
+        not saver.wait()
+        and re.search('VANISHED.*\n.*NOT saved', capsys.readouterr().err)
+        and names(tmp_path) == []
+    )
 
 
-@pytest.mark.parametrize('number, succeeds', [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)],
-                         ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    'number, succeeds',
+    [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)],
+    ids=errno.errorcode.get,
+)
 def test_a_file_system_that_cannot_synchronize_folders(tmp_path, monkeypatch, number, succeeds):
     def fsync(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))
+
     monkeypatch.setattr(os, 'fsync', fsync)
     saver = Saver(tmp_path)
     saver.save(state(1))
@@ -383,7 +512,13 @@ def test_a_snapshot_is_made_in_the_memory_of_the_one_before(tmp_path):
     value['b'][1] = torch.zeros(5)  # another shape
     second = checkpoint.snapshot(value, first)
     assert digest(second) == digest(value)
-    assert [a == t.data_ptr() for a, t in zip(before, checkpoint.tensors(second))] == [True, True, False, True, True]
+    assert [a == t.data_ptr() for a, t in zip(before, checkpoint.tensors(second))] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_disk_that_lies_is_found_out(tmp_path, monkeypatch, capsys):
@@ -396,6 +531,7 @@ def test_a_disk_that_lies_is_found_out(tmp_path, monkeypatch, capsys):
         file.seek(file.tell() // 2)
         file.write(b'\xff' * 64)
         file.seek(0, 2)
+
     with monkeypatch.context() as patch:
         patch.setattr(torch, 'save', save_badly)
         saver.save(state(2))
@@ -408,7 +544,11 @@ def test_weights_that_are_not_finite_never_replace_a_file(tmp_path, capsys, valu
     saver = save(tmp_path, 1)
     for part in ('model', 'optimizer'):
         bad = state(2)
-        (bad['model']['transformer.ln_f.weight'] if part == 'model' else bad['optimizer']['a']['exp_avg'])[1] = value
+        (
+            bad['model']['transformer.ln_f.weight']
+            if part == 'model'
+            else bad['optimizer']['a']['exp_avg']
+        )[1] = value
         saver.save(bad, best=True)
         assert not saver.wait()
     assert names(tmp_path) == ['ckpt.pt'] and read_latest(tmp_path)['step'] == 1
@@ -417,12 +557,17 @@ def test_weights_that_are_not_finite_never_replace_a_file(tmp_path, capsys, valu
 
 # damaged files
 
+
 def test_one_flipped_byte_anywhere_is_found(tmp_path):
     save(tmp_path, 1)
-    path, whole, original = tmp_path / 'ckpt.pt', (tmp_path / 'ckpt.pt').read_bytes(), digest(state(1))
+    path, whole, original = (
+        tmp_path / 'ckpt.pt',
+        (tmp_path / 'ckpt.pt').read_bytes(),
+        digest(state(1)),
+    )
     caught = 0
     for place in range(0, len(whole), 61):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1:])
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         try:
             assert digest(read(path)) == original, place  # padding, which holds nothing
         except UserError:
@@ -439,7 +584,7 @@ def test_one_flipped_bit_of_a_weight_is_found(tmp_path):
     assert len(tensors) > 10
     for content in contents:
         place = whole.index(content) + len(content) // 2
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(UserError, match=r'ckpt\.pt: its contents do not match its digest'):
             read(path)
 
@@ -463,17 +608,24 @@ def strange():
     """Contents that are no checkpoint of ours, made by torch.save."""
     good = state(1)
     return {
-        'list': [1, 2], 'number': 3, 'empty dict': {}, 'text': 'x' * 10**6, 'tensor': torch.zeros(3),
+        'list': [1, 2],
+        'number': 3,
+        'empty dict': {},
+        'text': 'x' * 10**6,
+        'tensor': torch.zeros(3),
         'other version': good | {'version': 2},
         'no version': {key: value for key, value in good.items() if key != 'version'},
         'tensor version': good | {'version': torch.zeros(2)},
-        'huge version': good | {'version': 'v' * 10**7}, 'no digest': good,
+        'huge version': good | {'version': 'v' * 10**7},
+        'no digest': good,
         'tensor digest': good | {'digest': torch.zeros(2)},
-        'no model': {'version': 1}, 'mixed keys': good | {'digest': 'x', 'model': {1: 1, 'a': 2}},
+        'no model': {'version': 1},
+        'mixed keys': good | {'digest': 'x', 'model': {1: 1, 'a': 2}},
         'cyclic': good | {'digest': 'x', 'rng': cyclic()},
         'sparse': good | {'digest': 'x', 'model': {'a': torch.eye(3).to_sparse()}},
         'bare state dict': good['model'],
-        'nanogpt, model a number': {'model_args': {}, 'model': 5}, 'nanogpt, no model': {'model_args': {}},
+        'nanogpt, model a number': {'model_args': {}, 'model': 5},
+        'nanogpt, no model': {'model_args': {}},
         'nanogpt, model a list': {'model_args': {'n_layer': 1}, 'model': [torch.zeros(2)]},
         'nanogpt, numbered weights': {'model_args': {}, 'model': {0: torch.zeros(2)}},
         'nanogpt, weights of text': {'model_args': {}, 'model': {'transformer.wte.weight': 'x'}},
@@ -496,10 +648,21 @@ def laughs():
     return value
 
 
-@pytest.mark.parametrize('part', ['rng', 'gpt_config', 'scaler', 'model_args', 'version', 'digest', 'model', 'shards'])
-@pytest.mark.parametrize('value', [laughs(), {'n_layer': laughs()}, {'n_layer': {1, 2}}, {'n_layer': b'x'}, {'n_layer': 1j},
-                                   {'n_layer': torch.zeros(2, device='meta')}],
-                         ids=['laughs', 'laughs inside', 'set', 'bytes', 'complex', 'meta'])
+@pytest.mark.parametrize(
+    'part', ['rng', 'gpt_config', 'scaler', 'model_args', 'version', 'digest', 'model', 'shards']
+)
+@pytest.mark.parametrize(
+    'value',
+    [
+        laughs(),
+        {'n_layer': laughs()},
+        {'n_layer': {1, 2}},
+        {'n_layer': b'x'},
+        {'n_layer': 1j},
+        {'n_layer': torch.zeros(2, device='meta')},
+    ],
+    ids=['laughs', 'laughs inside', 'set', 'bytes', 'complex', 'meta'],
+)
 def test_what_has_no_place_in_a_checkpoint_is_refused_at_once(tmp_path, part, value):
     """Before anything walks or prints it, which would take for ever or fail."""
     torch.save(state(1) | {'digest': 'x', part: value}, tmp_path / 'ckpt.pt')
@@ -508,7 +671,11 @@ def test_what_has_no_place_in_a_checkpoint_is_refused_at_once(tmp_path, part, va
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize('value', [{1, 2}, b'x', 1j, torch.float64, laughs()], ids=['set', 'bytes', 'complex', 'dtype', 'laughs'])
+@pytest.mark.parametrize(
+    'value',
+    [{1, 2}, b'x', 1j, torch.float64, laughs()],
+    ids=['set', 'bytes', 'complex', 'dtype', 'laughs'],
+)
 def test_only_tensors_and_plain_values_are_read(tmp_path, value, monkeypatch):
     monkeypatch.setattr('checkpoint.digest', lambda state: 'valid')
     torch.save(state(1) | {'spare': [value], 'digest': 'valid'}, tmp_path / 'ckpt.pt')
@@ -516,10 +683,31 @@ def test_only_tensors_and_plain_values_are_read(tmp_path, value, monkeypatch):
         read(tmp_path / 'ckpt.pt')
 
 
-@pytest.mark.parametrize('part, value', [
-    ('step', '3'), ('step', -1), ('step', True), ('skipped', None), ('best_val_loss', 'x'), ('best_val_loss', None), ('wandb_id', 3), ('data', {}),
-    ('data', {'train': 1, 'val': 2}), ('rng', {}), ('rng', [3]), ('rng', [[]]), ('rng', [[3]]), ('optimizer', []), ('optimizer', {'a': 3}), ('scaler', None),
-    ('model', {3: torch.zeros(2)}), ('model', {'a': torch.zeros(2, dtype=torch.int8)}), ('model', {'a': torch.zeros(2, dtype=torch.complex64)})], ids=repr)
+@pytest.mark.parametrize(
+    'part, value',
+    [
+        ('step', '3'),
+        ('step', -1),
+        ('step', True),
+        ('skipped', None),
+        ('best_val_loss', 'x'),
+        ('best_val_loss', None),
+        ('wandb_id', 3),
+        ('data', {}),
+        ('data', {'train': 1, 'val': 2}),
+        ('rng', {}),
+        ('rng', [3]),
+        ('rng', [[]]),
+        ('rng', [[3]]),
+        ('optimizer', []),
+        ('optimizer', {'a': 3}),
+        ('scaler', None),
+        ('model', {3: torch.zeros(2)}),
+        ('model', {'a': torch.zeros(2, dtype=torch.int8)}),
+        ('model', {'a': torch.zeros(2, dtype=torch.complex64)}),
+    ],
+    ids=repr,
+)
 def test_parts_that_a_resume_could_not_use_are_refused(tmp_path, part, value):
     content = state(1) | {part: value}
     torch.save(content | {'digest': digest(content)}, tmp_path / 'ckpt.pt')
@@ -530,7 +718,10 @@ def test_parts_that_a_resume_could_not_use_are_refused(tmp_path, part, value):
 def test_a_packed_archive_is_refused(tmp_path):
     """A few bytes of it could unpack to any amount of memory."""
     save(tmp_path, 1)
-    with zipfile.ZipFile(tmp_path / 'ckpt.pt') as file, zipfile.ZipFile(tmp_path / 'small.pt', 'w', zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(tmp_path / 'ckpt.pt') as file,
+        zipfile.ZipFile(tmp_path / 'small.pt', 'w', zipfile.ZIP_DEFLATED) as packed,
+    ):
         for name in file.namelist():
             packed.writestr(name, file.read(name))
     with pytest.raises(UserError, match='packed: it would take'):
@@ -554,9 +745,18 @@ def test_valid_digests_of_wrong_parts_are_refused(tmp_path, part, value):
         read(tmp_path / 'ckpt.pt')
 
 
-@pytest.mark.parametrize('content', [b'', b'\0' * 1000, b'PK\x03\x04' * 50, b'\x80\x02}q\x00.',
-                                     b'not a checkpoint at all' * 100, b'\x80'],
-                         ids=['empty', 'zeros', 'zip-like', 'pickle', 'text', 'one byte'])
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'',
+        b'\0' * 1000,
+        b'PK\x03\x04' * 50,
+        b'\x80\x02}q\x00.',
+        b'not a checkpoint at all' * 100,
+        b'\x80',
+    ],
+    ids=['empty', 'zeros', 'zip-like', 'pickle', 'text', 'one byte'],
+)
 def test_garbage_is_refused(tmp_path, content):
     (tmp_path / 'ckpt.pt').write_bytes(content)
     with pytest.raises(UserError, match=r'ckpt\.pt: not a'):
@@ -578,13 +778,17 @@ class Hostile:
         return os.mkdir, (self.marker,)
 
 
-@pytest.mark.parametrize('how', ['torch.save', 'inside a checkpoint', 'legacy torch.save', 'bare pickle'])
+@pytest.mark.parametrize(
+    'how', ['torch.save', 'inside a checkpoint', 'legacy torch.save', 'bare pickle']
+)
 def test_code_in_a_file_does_not_run(tmp_path, how):
     marker, path = str(tmp_path / 'ran'), tmp_path / 'ckpt.pt'
     if how == 'bare pickle':
         path.write_bytes(pickle.dumps(Hostile(marker)))
     else:
-        content = Hostile(marker) if how == 'torch.save' else state(1) | {'wandb_id': Hostile(marker)}
+        content = (
+            Hostile(marker) if how == 'torch.save' else state(1) | {'wandb_id': Hostile(marker)}
+        )
         torch.save(content, path, _use_new_zipfile_serialization=not how.startswith('legacy'))
     with pytest.raises(UserError, match='not a readable checkpoint'):
         read(path)
@@ -593,13 +797,23 @@ def test_code_in_a_file_does_not_run(tmp_path, how):
 
 @pytest.mark.parametrize('nanogpt', [False, True], ids=['ours', 'nanogpt'])
 def test_a_small_file_of_huge_tensors_is_refused(tmp_path, nanogpt):
-    """One stored element can be a tensor of any size by strides of zero; nothing may be allocated for it."""
-    config = {'update': 'gd', 'n_layer': 1, 'n_head': 1, 'n_embd': 2**20, 'vocab_size': 13, 'block_size': 8}
+    """One stored element can be a tensor of any size by strides of zero; nothing may be allocated
+    for it."""
+    config = {
+        'update': 'gd',
+        'n_layer': 1,
+        'n_head': 1,
+        'n_embd': 2**20,
+        'vocab_size': 13,
+        'block_size': 8,
+    }
     with torch.device('meta'):
-        shapes = {name: w.shape for name, w in GPT(GPTConfig(**config)).state_dict().items()}  # 13 TB for c_attn alone
+        # 13 TB for c_attn alone
+        shapes = {name: w.shape for name, w in GPT(GPTConfig(**config)).state_dict().items()}
     huge = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
-    content = {'model': huge} | ({'model_args': config}
-                                 if nanogpt else {'version': 1, 'gpt_config': config, 'digest': 'x'})
+    content = {'model': huge} | (
+        {'model_args': config} if nanogpt else {'version': 1, 'gpt_config': config, 'digest': 'x'}
+    )
     torch.save(content, tmp_path / 'ckpt.pt')
     assert os.path.getsize(tmp_path / 'ckpt.pt') < 100_000
     with pytest.raises(UserError, match=r'ckpt\.pt: '):
@@ -607,6 +821,7 @@ def test_a_small_file_of_huge_tensors_is_refused(tmp_path, nanogpt):
 
 
 # falling back
+
 
 def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
     save(tmp_path, 1, 2, 3, keep_last=2)
@@ -629,20 +844,39 @@ def test_a_kept_file_alone_is_enough(tmp_path):
 
 # weights and configuration
 
+
 def test_build_model_gives_the_same_logits(variant, tmp_path):
     model = nontrivial(torch.float32, **variant)
-    built = build_model({'model': model.state_dict(), 'gpt_config': asdict(model.cfg)}, 'here').eval()
+    built = build_model(
+        {'model': model.state_dict(), 'gpt_config': asdict(model.cfg)}, 'here'
+    ).eval()
     assert built.cfg == model.cfg
-    assert torch.equal(built(tokens(), return_logits=True)[0], model(tokens(), return_logits=True)[0])
+    assert torch.equal(
+        built(tokens(), return_logits=True)[0], model(tokens(), return_logits=True)[0]
+    )
 
 
-@pytest.mark.parametrize('change', [
-    {'n_layer': 2}, {'n_layer': 10**6}, {'n_layer': 2**62}, {'n_embd': 8}, {'n_embd': 2**20}, {'n_embd': 2**40},
-    {'n_embd': 2**62},
-    {'vocab_size': 14}, {'vocab_size': 2**50}, {'block_size': 9}, {'block_size': 2**50}, {'bias': True},
-    {'update': 'lt_nag'},
-    {'mlp': 'swiglu'}, {'tie_weights': False, 'bias': True},
-], ids=str)
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'n_layer': 2},
+        {'n_layer': 10**6},
+        {'n_layer': 2**62},
+        {'n_embd': 8},
+        {'n_embd': 2**20},
+        {'n_embd': 2**40},
+        {'n_embd': 2**62},
+        {'vocab_size': 14},
+        {'vocab_size': 2**50},
+        {'block_size': 9},
+        {'block_size': 2**50},
+        {'bias': True},
+        {'update': 'lt_nag'},
+        {'mlp': 'swiglu'},
+        {'tie_weights': False, 'bias': True},
+    ],
+    ids=str,
+)
 def test_weights_that_do_not_fit_their_configuration(change):
     content = state(1)
     content['gpt_config'].update(change, vocab_used=None)
@@ -653,12 +887,20 @@ def test_weights_that_do_not_fit_their_configuration(change):
         build_model(content, 'here')
 
 
-@pytest.mark.parametrize('change, message', [
-    ({'update': 'adam'}, 'adam'), ({'n_head': 3}, 'not divisible'), ({'n_layer': 0}, 'n_layer'),
-    ({'n_layer': 'many'}, 'n_layer'),
-    ({'dropout': float('nan')}, 'dropout'), ({'unheard': 1}, 'unheard'), ({'n_layer': torch.zeros(2)}, 'n_layer'),
-    ({'vocab_used': 99}, 'vocab_used'),
-], ids=str)
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        ({'update': 'adam'}, 'adam'),
+        ({'n_head': 3}, 'not divisible'),
+        ({'n_layer': 0}, 'n_layer'),
+        ({'n_layer': 'many'}, 'n_layer'),
+        ({'dropout': float('nan')}, 'dropout'),
+        ({'unheard': 1}, 'unheard'),
+        ({'n_layer': torch.zeros(2)}, 'n_layer'),
+        ({'vocab_used': 99}, 'vocab_used'),
+    ],
+    ids=str,
+)
 def test_a_configuration_from_a_file_is_checked(change, message):
     content = state(1)
     content['gpt_config'].update(change)
@@ -670,38 +912,66 @@ def test_missing_and_extra_weights_are_named():
     content = state(1)
     del content['model']['transformer.ln_f.weight']
     content['model']['transformer.spare'] = torch.zeros(1)
-    with pytest.raises(UserError, match=r'here: .*transformer\.ln_f\.weight, transformer\.spare \(2 in all\)'):
+    with pytest.raises(
+        UserError, match=r'here: .*transformer\.ln_f\.weight, transformer\.spare \(2 in all\)'
+    ):
         build_model(content, 'here')
 
 
 # nanoGPT's files
 
+
 def nanogpt_file(path, model, prefix=''):
-    """A file in nanoGPT's layout: prefixes of compile and DDP, causal masks as buffers, its own configuration."""
+    """A file in nanoGPT's layout: prefixes of compile and DDP, causal masks as buffers, its own
+    configuration."""
     weights = {prefix + name: w for name, w in model.state_dict().items()}
     for i in range(model.cfg.n_layer):
-        weights[f'{prefix}transformer.h.{i}.attn.bias'] = torch.ones(1, 1, model.cfg.block_size,
-                                                                     model.cfg.block_size).tril()
-    arguments = {key: getattr(model.cfg, key)
-                 for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
-    torch.save({'model': weights, 'optimizer': {'state': {}, 'param_groups': []}, 'model_args': arguments,
-                'iter_num': 5000,
-                'best_val_loss': torch.tensor(1.2), 'config': {'out_dir': 'out', 'learning_rate': 1e-3}}, path)
+        weights[f'{prefix}transformer.h.{i}.attn.bias'] = torch.ones(
+            1, 1, model.cfg.block_size, model.cfg.block_size
+        ).tril()
+    arguments = {
+        key: getattr(model.cfg, key)
+        for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
+    }
+    torch.save(
+        {
+            'model': weights,
+            'optimizer': {'state': {}, 'param_groups': []},
+            'model_args': arguments,
+            'iter_num': 5000,
+            'best_val_loss': torch.tensor(1.2),
+            'config': {'out_dir': 'out', 'learning_rate': 1e-3},
+        },
+        path,
+    )
 
 
 @pytest.mark.parametrize('bias', [False, True])
-@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'module.', '_orig_mod.module.', 'module._orig_mod.'])
+@pytest.mark.parametrize(
+    'prefix', ['', '_orig_mod.', 'module.', '_orig_mod.module.', 'module._orig_mod.']
+)
 def test_nanogpt_files_load(tmp_path, prefix, bias):
     model = nontrivial(torch.float32, update='gd', bias=bias)
     nanogpt_file(tmp_path / 'ckpt.pt', model, prefix)
     found = read(tmp_path / 'ckpt.pt')
     built = build_model(found, tmp_path / 'ckpt.pt').eval()
     assert found['step'] == 5000 and built.cfg.update == 'gd'
-    assert torch.equal(built(tokens(), return_logits=True)[0], model(tokens(), return_logits=True)[0])
+    assert torch.equal(
+        built(tokens(), return_logits=True)[0], model(tokens(), return_logits=True)[0]
+    )
 
 
-@pytest.mark.parametrize('weight', [torch.empty(13, 16, device='meta'), torch.zeros(13, 16).to_sparse(), torch.zeros(13, 16, dtype=torch.int8),
-                                    torch.zeros(1).expand(13, 16), torch.zeros(13, 16, dtype=torch.complex64)], ids=['meta', 'sparse', 'int', 'expanded', 'complex'])
+@pytest.mark.parametrize(
+    'weight',
+    [
+        torch.empty(13, 16, device='meta'),
+        torch.zeros(13, 16).to_sparse(),
+        torch.zeros(13, 16, dtype=torch.int8),
+        torch.zeros(1).expand(13, 16),
+        torch.zeros(13, 16, dtype=torch.complex64),
+    ],
+    ids=['meta', 'sparse', 'int', 'expanded', 'complex'],
+)
 def test_weights_without_numbers_of_their_own_are_refused(tmp_path, weight):
     nanogpt_file(tmp_path / 'ckpt.pt', fresh(update='gd'))
     content = torch.load(tmp_path / 'ckpt.pt')
@@ -712,9 +982,18 @@ def test_weights_without_numbers_of_their_own_are_refused(tmp_path, weight):
 
 
 def test_finetuning_from_a_nanogpt_file(tmp_path, data_folder):
-    nanogpt_file(tmp_path / 'nano.pt', fresh(update='gd', n_layer=1, n_embd=16, block_size=16), '_orig_mod.')
-    assert train(data_folder, tmp_path / 'out', update='gd', init_from=tmp_path / 'nano.pt', max_iters=2).code == 0
-    start, end = (read(path)['model'] for path in (tmp_path / 'nano.pt', tmp_path / 'out' / 'ckpt.pt'))
+    nanogpt_file(
+        tmp_path / 'nano.pt', fresh(update='gd', n_layer=1, n_embd=16, block_size=16), '_orig_mod.'
+    )
+    assert (
+        train(
+            data_folder, tmp_path / 'out', update='gd', init_from=tmp_path / 'nano.pt', max_iters=2
+        ).code
+        == 0
+    )
+    start, end = (
+        read(path)['model'] for path in (tmp_path / 'nano.pt', tmp_path / 'out' / 'ckpt.pt')
+    )
     moves = [(end[name] - start[name]).abs().max() for name in end]
     assert 0 < max(moves) < 0.2  # from there, not from scratch
 
@@ -734,6 +1013,7 @@ def test_resuming_from_best_alone_is_a_users_mistake(tmp_path, data_folder, fini
 
 
 # one run a folder
+
 
 def child(work):
     """The pid of a forked process that has done `work` and lives on until it is killed."""
@@ -758,16 +1038,25 @@ def end(pid):
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize('options', [dict(init_from='resume'), dict(init_from='auto'), dict(overwrite=True)], ids=str)
-def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(options, data_folder, finished, tmp_path):
+@pytest.mark.parametrize(
+    'options', [dict(init_from='resume'), dict(init_from='auto'), dict(overwrite=True)], ids=str
+)
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(
+    options, data_folder, finished, tmp_path
+):
     """SIGKILL leaves no lock behind that somebody would have to remove."""
     shutil.copytree(finished, tmp_path / 'out')
     other = child(lambda: checkpoint.claim(tmp_path / 'out'))
     try:
         before = {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
         outcome = train(data_folder, tmp_path / 'out', max_iters=7, **options)
-        assert outcome.code == 2 and f'process {other} on ' in outcome.message and 'out_dir=' in outcome.message
-        assert train(data_folder, tmp_path / 'out', init_from='resume', eval_only=True).code == 0  # it only reads
+        assert (
+            outcome.code == 2
+            and f'process {other} on ' in outcome.message
+            and 'out_dir=' in outcome.message
+        )
+        # it only reads
+        assert train(data_folder, tmp_path / 'out', init_from='resume', eval_only=True).code == 0
         assert before == {path.name: path.read_bytes() for path in (tmp_path / 'out').iterdir()}
     finally:
         end(other)
@@ -776,13 +1065,15 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(options, da
 
 
 def test_a_lock_is_not_inherited(tmp_path):
-    """A process that the killed run has left behind, as wandb's may be, does not hold the folder."""
+    """A process that the killed run has left behind, as wandb's may be, does not hold the
+    folder."""
     here, there = os.pipe()
 
     def with_a_child():
         lock, grandchild = checkpoint.claim(tmp_path), child(lambda: None)
         os.write(there, b'%d\n' % grandchild)
         return lock
+
     end(child(with_a_child))
     grandchild = int(os.read(here, 20))
     try:
@@ -797,7 +1088,12 @@ def test_a_lock_is_not_inherited(tmp_path):
 def test_without_locks_a_run_warns_and_trains(missing, data_folder, tmp_path, monkeypatch, capsys):
     def lockf(*args):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    monkeypatch.setattr(checkpoint, 'fcntl', None if missing else types.SimpleNamespace(lockf=lockf, LOCK_EX=2, LOCK_NB=4))
+
+    monkeypatch.setattr(
+        checkpoint,
+        'fcntl',
+        None if missing else types.SimpleNamespace(lockf=lockf, LOCK_EX=2, LOCK_NB=4),
+    )
     assert train(data_folder, tmp_path).code == 0
     assert capsys.readouterr().err.count('no locks on this file system') == 1
 
@@ -812,13 +1108,16 @@ def test_what_a_killed_process_left_half_written_is_removed(data_folder, finishe
 
 # folders that change under a run
 
+
 @pytest.fixture
 def powerless(data_folder):
-    """A folder (with `data` in it) of a user whom permissions hold back, which is who this test then is: root is not."""
+    """A folder (with `data` in it) of a user whom permissions hold back, which is who this test
+    then is: root is not."""
     folder = Path(tempfile.mkdtemp())
     try:
         write_data(folder / 'data')
-        train(folder / 'data', folder / 'warm-up', max_iters=1)  # imports all that this user might not read
+        # imports all that this user might not read
+        train(folder / 'data', folder / 'warm-up', max_iters=1)
         folder.chmod(0o755)
         if os.geteuid() == 0:
             os.chown(folder, 65534, -1)
@@ -833,7 +1132,8 @@ def powerless(data_folder):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """Calls a function before the update number `step` (from 0); returns the list of all updates made."""
+    """Calls a function before the update number `step` (from 0); returns the list of all updates
+    made."""
     multiplier, made, plans = script.lr_multiplier, [], {}
 
     def watched(step, cfg):
@@ -841,6 +1141,7 @@ def at_step(monkeypatch):
         if step in plans:
             plans[step]()
         return multiplier(step, cfg)
+
     monkeypatch.setattr(script, 'lr_multiplier', watched)
     return plans, made
 
@@ -858,7 +1159,10 @@ def test_a_read_only_folder_at_the_start_is_a_users_mistake(powerless, init_from
         path.chmod(0o444)
     outcome = train(powerless / 'data', out, init_from=init_from, max_iters=4)
     out.chmod(0o755)
-    assert outcome.code == 2 and f'out_dir={out}: cannot be written (Permission denied)' in outcome.message
+    assert (
+        outcome.code == 2
+        and f'out_dir={out}: cannot be written (Permission denied)' in outcome.message
+    )
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
@@ -869,7 +1173,9 @@ def test_a_folder_that_is_read_only_for_a_while_costs_nothing(powerless, at_step
     assert outcome.code == 0 and made == list(range(8))
     told = capsys.readouterr().err
     assert 1 <= told.count('NOT saved') <= 4 and 'Permission denied' in told
-    assert read(out / 'ckpt.pt')['step'] == 8 and [record['step'] for record in outcome.records if 'loss' in record] == list(range(1, 9))
+    assert read(out / 'ckpt.pt')['step'] == 8 and [
+        record['step'] for record in outcome.records if 'loss' in record
+    ] == list(range(1, 9))
 
 
 def test_a_folder_that_vanishes_is_made_again(data_folder, tmp_path, at_step, capsys):
@@ -883,18 +1189,24 @@ def test_a_folder_that_vanishes_is_made_again(data_folder, tmp_path, at_step, ca
     assert train(data_folder, out, init_from='auto', max_iters=9).code == 0
 
 
-def test_a_path_that_vanishes_for_good_is_told_at_the_end_too(data_folder, tmp_path, at_step, capsys):
+def test_a_path_that_vanishes_for_good_is_told_at_the_end_too(
+    data_folder, tmp_path, at_step, capsys
+):
     (tmp_path / 'disk').mkdir()
     plans, made = at_step
     plans[3] = lambda: (tmp_path / 'disk').rename(tmp_path / 'gone')
     outcome = train(data_folder, tmp_path / 'disk' / 'out', max_iters=6, save_interval=1)
-    assert made == list(range(6)) and outcome.code == 1 and 'final checkpoint could not be written' in outcome.message
+    assert (
+        made == list(range(6))
+        and outcome.code == 1
+        and 'final checkpoint could not be written' in outcome.message
+    )
     assert capsys.readouterr().err.count('NOT saved') >= 3 and not (tmp_path / 'disk').exists()
 
 
 # signals within a save
 
-SLOW = '''
+SLOW = """
 import sys, time, torch, train
 from configurator import run
 save = torch.save
@@ -905,15 +1217,30 @@ def slow(state, file):
         time.sleep(60)
 torch.save = slow
 run(train.main)
-'''
+"""
 
 
 def test_a_second_interrupt_within_a_save_does_not_wait_for_it(data_folder, tmp_path):
-    argv = arguments({**SMALL, 'dataset': data_folder, 'out_dir': tmp_path / 'out', 'max_iters': 10**6, 'save_interval': 2})
-    process = subprocess.Popen([sys.executable, '-c', SLOW, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=os.environ | {'OMP_NUM_THREADS': '1'})
+    argv = arguments(
+        {
+            **SMALL,
+            'dataset': data_folder,
+            'out_dir': tmp_path / 'out',
+            'max_iters': 10**6,
+            'save_interval': 2,
+        }
+    )
+    process = subprocess.Popen(
+        [sys.executable, '-c', SLOW, *argv],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {'OMP_NUM_THREADS': '1'},
+    )
     try:
-        while 'SAVING' not in process.stdout.readline():  # other threads print, too, perhaps on the same line
+        # other threads print, too, perhaps on the same line
+        while 'SAVING' not in process.stdout.readline():
             assert process.poll() is None, process.stderr.read()
         for _ in range(2):
             process.send_signal(signal.SIGINT)
@@ -922,21 +1249,33 @@ def test_a_second_interrupt_within_a_save_does_not_wait_for_it(data_folder, tmp_
     finally:
         process.kill()
     assert process.returncode == 130 and 'Traceback' not in stderr, stderr
-    assert read(tmp_path / 'out' / 'ckpt.pt')['step'] == 2 and (tmp_path / 'out' / 'ckpt.tmp').exists()
+    assert (
+        read(tmp_path / 'out' / 'ckpt.pt')['step'] == 2 and (tmp_path / 'out' / 'ckpt.tmp').exists()
+    )
 
 
-def test_a_second_sigterm_within_a_save_changes_nothing(data_folder, tmp_path, at_step, monkeypatch):
+def test_a_second_sigterm_within_a_save_changes_nothing(
+    data_folder, tmp_path, at_step, monkeypatch
+):
     save, (plans, made) = torch.save, at_step
     monkeypatch.setattr(torch, 'save', lambda content, file: (time.sleep(0.5), save(content, file)))
-    plans[2] = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]  # the save of step 2 is under way
+    # the save of step 2 is under way
+    plans[2] = lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]
     assert train(data_folder, tmp_path, max_iters=9, save_interval=2).code == 75
-    assert made == [0, 1, 2] and read(tmp_path / 'ckpt.pt')['step'] == 3 and read(tmp_path / 'ckpt-00000002.pt')['step'] == 2
+    assert (
+        made == [0, 1, 2]
+        and read(tmp_path / 'ckpt.pt')['step'] == 3
+        and read(tmp_path / 'ckpt-00000002.pt')['step'] == 2
+    )
 
 
 # float16's scaler
 
+
 class Overflowing(torch.amp.GradScaler):
-    """float16's scaler (which works on a CPU, too, though float16 is for CUDA), its gradients out of range at some updates."""
+    """float16's scaler (which works on a CPU, too, though float16 is for CUDA), its gradients out
+    of range at some updates."""
+
     made = ()
 
     def scale(self, loss):
@@ -945,11 +1284,17 @@ class Overflowing(torch.amp.GradScaler):
 
 def test_a_scaler_that_is_still_moving_resumes_bitwise(data_folder, tmp_path, at_step, monkeypatch):
     Overflowing.made = at_step[1]
-    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: Overflowing(device, growth_interval=2))
+    monkeypatch.setattr(
+        torch.amp, 'GradScaler', lambda device, enabled: Overflowing(device, growth_interval=2)
+    )
     options = dict(max_iters=9, save_interval=1, keep_last=9, gradient_accumulation_steps=1)
     whole = train(data_folder, tmp_path / 'whole', **options)
-    assert whole.code == 0 and [record['skipped'] for record in whole.records if 'loss' in record] == [1, 0, 0, 0, 1, 0, 0, 0, 0]
-    scales = [read(tmp_path / 'whole' / f'ckpt-{step:08d}.pt')['scaler']['scale'] for step in range(1, 9)]
+    assert whole.code == 0 and [
+        record['skipped'] for record in whole.records if 'loss' in record
+    ] == [1, 0, 0, 0, 1, 0, 0, 0, 0]
+    scales = [
+        read(tmp_path / 'whole' / f'ckpt-{step:08d}.pt')['scaler']['scale'] for step in range(1, 9)
+    ]
     assert [math.log2(scale) for scale in scales] == [15, 15, 16, 16, 15, 15, 16, 16]
     for step in (1, 2, 5):
         folder = tmp_path / str(step)
@@ -957,19 +1302,28 @@ def test_a_scaler_that_is_still_moving_resumes_bitwise(data_folder, tmp_path, at
         shutil.copy(tmp_path / 'whole' / f'ckpt-{step:08d}.pt', folder / 'ckpt.pt')
         assert train(data_folder, folder, init_from='resume', **options).code == 0
         for part in ('model', 'optimizer', 'scaler', 'skipped'):
-            assert digest(read(folder / 'ckpt.pt')[part]) == digest(read(tmp_path / 'whole' / 'ckpt.pt')[part]), (step, part)
+            assert digest(read(folder / 'ckpt.pt')[part]) == digest(
+                read(tmp_path / 'whole' / 'ckpt.pt')[part]
+            ), (step, part)
 
 
 def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypatch):
     """It halves its way down from 2^16 first; then max_skipped counts as for everyone."""
     scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, 'GradScaler', lambda device, enabled: scaler(device, init_scale=math.inf))
+    monkeypatch.setattr(
+        torch.amp, 'GradScaler', lambda device, enabled: scaler(device, init_scale=math.inf)
+    )
     outcome = train(data_folder, tmp_path, max_iters=60, max_skipped=3)
-    assert outcome.code == 1 and 'step 23:' in outcome.message and '23 updates in a row' in outcome.message
+    assert (
+        outcome.code == 1
+        and 'step 23:' in outcome.message
+        and '23 updates in a row' in outcome.message
+    )
 
 
 def test_no_thread_stays_after_a_write(tmp_path):
-    """Each that stays holds OpenMP workers; with more of those than cores, everything after the first save was slow."""
+    """Each that stays holds OpenMP workers; with more of those than cores, everything after the
+    first save was slow."""
     before = set(threading.enumerate())
     saver = Saver(tmp_path)
     for step in (1, 2):

@@ -1,4 +1,5 @@
 """data/ and dataset.py: pytest tests/test_data.py"""
+
 import hashlib
 import importlib
 import io
@@ -24,18 +25,25 @@ from data import source, writer
 
 ROOT = Path(__file__).resolve().parents[1]
 BINS = ('train.bin', 'val.bin')
-STORIES = [f'Story {i}: a cat saw {i * i} dogs.\n\nThe end\u2019s near, caf\u00e9 {i}!' for i in range(200)]
+STORIES = [
+    f'Story {i}: a cat saw {i * i} dogs.\n\nThe end\u2019s near, caf\u00e9 {i}!' for i in range(200)
+]
 
 
 def prepare(name, out_dir, *inputs, **options):
     """Run data/NAME/prepare.py in this process; returns its meta.json, read back."""
     argv = [f'--out_dir={out_dir}', *(['--input', *map(str, inputs)] if inputs else [])]
-    importlib.import_module(f'data.{name}.prepare').main(argv + [f'--{key}={value}' for key, value in options.items()])
+    importlib.import_module(f'data.{name}.prepare').main(
+        argv + [f'--{key}={value}' for key, value in options.items()]
+    )
     meta = dataset.read_meta(out_dir)
     for split in dataset.SPLITS:
         data = (Path(out_dir) / f'{split}.bin').read_bytes()
         ids = np.frombuffer(data, np.dtype(meta['dtype']).newbyteorder('<'))
-        assert len(ids) == meta['tokens'][split] and ids.max() == meta['max_id'][split] < meta['vocab_size']
+        assert (
+            len(ids) == meta['tokens'][split]
+            and ids.max() == meta['max_id'][split] < meta['vocab_size']
+        )
         assert hashlib.sha256(data).hexdigest() == meta['sha256'][split]
     assert {path.name for path in Path(out_dir).iterdir()} == {*BINS, 'meta.json'}
     return meta
@@ -47,7 +55,9 @@ def contents(folder):
 
 def ids_of(folder, split):
     meta = dataset.read_meta(folder)
-    return np.fromfile(Path(folder) / f'{split}.bin', np.dtype(meta['dtype']).newbyteorder('<')).tolist()
+    return np.fromfile(
+        Path(folder) / f'{split}.bin', np.dtype(meta['dtype']).newbyteorder('<')
+    ).tolist()
 
 
 def documents(folder, split):
@@ -81,8 +91,11 @@ def stories(tmp_path):
 
 # ---- the data sets
 
+
 def test_characters_are_split_by_position(tmp_path):
-    text = 'First Citizen:\nBefore we proceed any further, hear me speak. caf\u00e9 \U0001f600\n' * 50
+    text = (
+        'First Citizen:\nBefore we proceed any further, hear me speak. caf\u00e9 \U0001f600\n' * 50
+    )
     (tmp_path / 'in.txt').write_text(text, encoding='utf-8')
     meta = prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt')
     assert meta['tokenizer'] == {'kind': 'char', 'chars': sorted(set(text))}
@@ -113,7 +126,9 @@ def test_formats_hold_the_same_documents(tmp_path, stories, kind):
         pytest.importorskip('pyarrow.parquet').write_table(table, path)
     meta = prepare('tinystories', tmp_path / 'out', path)
     train, val = documents(tmp_path / 'out', 'train'), documents(tmp_path / 'out', 'val')
-    assert val == STORIES[2357 % 200::200] and train == [text for text in STORIES if text not in val]
+    assert val == STORIES[2357 % 200 :: 200] and train == [
+        text for text in STORIES if text not in val
+    ]
     assert meta['source']['documents'] == {'train': len(train), 'val': len(val)}
     assert meta['source']['files'] == {'train': [{'name': path.name, 'bytes': path.stat().st_size}]}
 
@@ -139,44 +154,65 @@ def test_a_single_document_is_split_by_position(tmp_path):
     (tmp_path / 'in.txt').write_text(text, encoding='utf-8')
     prepare('openwebtext', tmp_path / 'out', tmp_path / 'in.txt', val_fraction=0.25)
     gpt2 = tokenizer.from_description({'kind': 'gpt2'})
-    assert gpt2.decode(ids_of(tmp_path / 'out', 'train')) == text[:int(len(text) * 0.75)]
-    assert documents(tmp_path / 'out', 'val') == [text[int(len(text) * 0.75):]]
+    assert gpt2.decode(ids_of(tmp_path / 'out', 'train')) == text[: int(len(text) * 0.75)]
+    assert documents(tmp_path / 'out', 'val') == [text[int(len(text) * 0.75) :]]
 
 
 def test_options_that_choose_documents(tmp_path, stories):
     prepare('openwebtext', tmp_path / 'out', stories, val_fraction=0.1, seed=13, max_docs=50)
     assert documents(tmp_path / 'out', 'val') == STORIES[3:50:10]
-    assert documents(tmp_path / 'out', 'train') == [text for i, text in enumerate(STORIES[:50]) if i % 10 != 3]
+    assert documents(tmp_path / 'out', 'train') == [
+        text for i, text in enumerate(STORIES[:50]) if i % 10 != 3
+    ]
 
 
 def test_end_of_text_inside_a_document_is_ordinary_text(tmp_path):
     texts = ['a <|endoftext|> b', 'c', '', '<|endoftext|>']
     prepare('openwebtext', tmp_path / 'out', write_jsonl(tmp_path / 'in.jsonl', texts), seed=0)
-    assert documents(tmp_path / 'out', 'train') + documents(tmp_path / 'out', 'val') == texts[1:] + texts[:1]
+    assert (
+        documents(tmp_path / 'out', 'train') + documents(tmp_path / 'out', 'val')
+        == texts[1:] + texts[:1]
+    )
 
 
 def test_standard_library(tmp_path, monkeypatch):
     script = importlib.import_module('data.pystdlib_char.prepare')
-    files = {'b.py': b'x = 1\r\n' * 9, 'a/z.py': b'# a\n' * 9, 'a/bad.py': b'\xff', 'a/cafe.py': 'caf\u00e9'.encode(),
-             'test/t.py': b'!', 'a/site-packages/s.py': b'!', 'c.txt': b'!'}
+    files = {
+        'b.py': b'x = 1\r\n' * 9,
+        'a/z.py': b'# a\n' * 9,
+        'a/bad.py': b'\xff',
+        'a/cafe.py': 'caf\u00e9'.encode(),
+        'test/t.py': b'!',
+        'a/site-packages/s.py': b'!',
+        'c.txt': b'!',
+    }
     for name, text in files.items():
         (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / 'lib' / name).write_bytes(text)
     assert list(script.modules(tmp_path / 'lib')) == [('# a\n' * 9, True), ('x = 1\n' * 9, True)]
     monkeypatch.setattr(script.sysconfig, 'get_path', lambda name: str(tmp_path / 'lib'))
-    assert prepare('pystdlib_char', tmp_path / 'out')['source']['documents'] == {'train': 1, 'val': 1}
+    assert prepare('pystdlib_char', tmp_path / 'out')['source']['documents'] == {
+        'train': 1,
+        'val': 1,
+    }
 
 
 def test_the_real_standard_library_is_enough():
     script = importlib.import_module('data.pystdlib_char.prepare')
     pieces = list(islice(script.download(None)[0]['train'](), 20))
-    assert len(pieces) == 20 and set(''.join(text for text, _ in pieces).encode()) <= script.VOCABULARY
+    assert (
+        len(pieces) == 20 and set(''.join(text for text, _ in pieces).encode()) <= script.VOCABULARY
+    )
 
 
 # ---- downloads (all of them simulated)
 
+
 def test_shakespeare_download(tmp_path, monkeypatch):
-    text, script = b'Once more unto the breach.\n' * 20, importlib.import_module('data.shakespeare.prepare')
+    text, script = (
+        b'Once more unto the breach.\n' * 20,
+        importlib.import_module('data.shakespeare.prepare'),
+    )
     monkeypatch.setattr(source.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(text))
     with pytest.raises(UserError, match='SHA-256 differs'):
         prepare('shakespeare_char', tmp_path / 'out')
@@ -187,6 +223,7 @@ def test_shakespeare_download(tmp_path, monkeypatch):
 def test_no_network(tmp_path, monkeypatch):
     def fail(url, timeout):
         raise urllib.error.URLError('no route')
+
     monkeypatch.setattr(source.urllib.request, 'urlopen', fail)
     with pytest.raises(UserError, match='cannot be downloaded.*--input'):
         prepare('shakespeare', tmp_path / 'out')
@@ -196,7 +233,10 @@ def test_no_network(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(monkeypatch):
     """A hub whose every data set has these stories, at the commit named like the revision."""
-    datasets, huggingface_hub = pytest.importorskip('datasets'), pytest.importorskip('huggingface_hub')
+    datasets, huggingface_hub = (
+        pytest.importorskip('datasets'),
+        pytest.importorskip('huggingface_hub'),
+    )
     info = type('Info', (), {})
 
     def dataset_info(self, name, revision):
@@ -207,8 +247,10 @@ def hub(monkeypatch):
 
     def load_dataset(name, revision, num_proc):
         assert revision.startswith('commit-of-')
-        return {split: datasets.Dataset.from_dict({'text': texts})
-                for split, texts in (('train', STORIES * 20), ('validation', STORIES[:9]))}
+        return {
+            split: datasets.Dataset.from_dict({'text': texts})
+            for split, texts in (('train', STORIES * 20), ('validation', STORIES[:9]))
+        }
 
     monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', dataset_info)
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
@@ -216,42 +258,72 @@ def hub(monkeypatch):
 
 def test_tinystories_has_its_own_splits(tmp_path, hub):
     meta = prepare('tinystories', tmp_path / 'out', revision='v1', max_docs=30)
-    assert documents(tmp_path / 'out', 'train') == STORIES[:30] and documents(tmp_path / 'out', 'val') == STORIES[:9]
-    assert meta['source']['hub'] == 'roneneldan/TinyStories' and meta['source']['commit'] == 'commit-of-v1'
+    assert (
+        documents(tmp_path / 'out', 'train') == STORIES[:30]
+        and documents(tmp_path / 'out', 'val') == STORIES[:9]
+    )
+    assert (
+        meta['source']['hub'] == 'roneneldan/TinyStories'
+        and meta['source']['commit'] == 'commit-of-v1'
+    )
 
 
 def test_openwebtext_is_split_as_nanogpt_does(tmp_path, hub):
     prepare('openwebtext', tmp_path / 'out')
-    order = np.random.default_rng(2357).permutation(4000)  # what train_test_split draws; it holds out the first 0.0005
+    # what train_test_split draws; it holds out the first 0.0005
+    order = np.random.default_rng(2357).permutation(4000)
     assert documents(tmp_path / 'out', 'val') == [STORIES[i % 200] for i in order[:2]]
     assert documents(tmp_path / 'out', 'train') == [STORIES[i % 200] for i in order[2:]]
 
 
 def test_hub_that_cannot_be_reached(tmp_path, hub):
-    with pytest.raises(UserError, match="TinyStories at 'nowhere' cannot be had.*no route.*--input"):
+    with pytest.raises(
+        UserError, match="TinyStories at 'nowhere' cannot be had.*no route.*--input"
+    ):
         prepare('tinystories', tmp_path / 'out', revision='nowhere')
 
 
 # ---- what users get wrong
 
-@pytest.mark.parametrize('name, data, message', [
-    ('empty.txt', b'', 'too little text: train has 0 and val has 0 tokens.*at least 2'),
-    ('short.txt', b'abc', 'too little text: val has 1 tokens'),
-    ('empty.jsonl', b'\n\n', 'too little text'),
-    ('latin.txt', b'x' * 2**20 + b'na\xefve', r'latin.txt: byte 1048578 is not utf-8.*--encoding=latin-1'),
-    ('split.txt', b'x' * (2**20 - 1) + b'\xc3', 'split.txt: byte 1048575 is not utf-8'),
-    ('latin.jsonl', b'{"text": "ok"}\n{"text": "\xe9"}', 'latin.jsonl: byte 25 is not utf-8'),
-    ('utf16.txt', 'hello world'.encode('utf-16') * 20, 'utf16.txt: byte 0 is not utf-8.*--encoding=utf-16'),
-    ('utf16le.txt', 'hello world'.encode('utf-16-le') * 20, r'utf16le.txt: byte 1 is not utf-8 text \(a zero\).*--encoding=utf-16'),
-    ('zero.txt', b'x' * 2**20 + b'ab\0', 'zero.txt: byte 1048578 is not utf-8'),
-    ('marked.txt', b'\xef\xbb\xbfab\xff', 'marked.txt: byte 5 is not utf-8'),
-    ('bad.jsonl', b'{"text": "a"}\n\n{"text": \n', 'bad.jsonl:3: not valid JSON'),
-    ('deep.jsonl', b'[' * 100000, 'deep.jsonl:1: not valid JSON'),
-    ('list.jsonl', b'["a"]', "list.jsonl:1: no field 'text'"),
-    ('field.jsonl', b'{"text": "a"}\n{"txt": "a"}', "field.jsonl:2: no field 'text'"),
-    ('number.jsonl', b'{"text": 3}', "number.jsonl:1: no field 'text' with a string"),
-    ('not.parquet', b'PAR0', 'not.parquet: not a readable parquet file'),
-    ('novel.docx', b'x', 'novel.docx: files of this kind are not read; allowed are .txt, .jsonl, .parquet')])
+
+@pytest.mark.parametrize(
+    'name, data, message',
+    [
+        ('empty.txt', b'', 'too little text: train has 0 and val has 0 tokens.*at least 2'),
+        ('short.txt', b'abc', 'too little text: val has 1 tokens'),
+        ('empty.jsonl', b'\n\n', 'too little text'),
+        (
+            'latin.txt',
+            b'x' * 2**20 + b'na\xefve',
+            r'latin.txt: byte 1048578 is not utf-8.*--encoding=latin-1',
+        ),
+        ('split.txt', b'x' * (2**20 - 1) + b'\xc3', 'split.txt: byte 1048575 is not utf-8'),
+        ('latin.jsonl', b'{"text": "ok"}\n{"text": "\xe9"}', 'latin.jsonl: byte 25 is not utf-8'),
+        (
+            'utf16.txt',
+            'hello world'.encode('utf-16') * 20,
+            'utf16.txt: byte 0 is not utf-8.*--encoding=utf-16',
+        ),
+        (
+            'utf16le.txt',
+            'hello world'.encode('utf-16-le') * 20,
+            r'utf16le.txt: byte 1 is not utf-8 text \(a zero\).*--encoding=utf-16',
+        ),
+        ('zero.txt', b'x' * 2**20 + b'ab\0', 'zero.txt: byte 1048578 is not utf-8'),
+        ('marked.txt', b'\xef\xbb\xbfab\xff', 'marked.txt: byte 5 is not utf-8'),
+        ('bad.jsonl', b'{"text": "a"}\n\n{"text": \n', 'bad.jsonl:3: not valid JSON'),
+        ('deep.jsonl', b'[' * 100000, 'deep.jsonl:1: not valid JSON'),
+        ('list.jsonl', b'["a"]', "list.jsonl:1: no field 'text'"),
+        ('field.jsonl', b'{"text": "a"}\n{"txt": "a"}', "field.jsonl:2: no field 'text'"),
+        ('number.jsonl', b'{"text": 3}', "number.jsonl:1: no field 'text' with a string"),
+        ('not.parquet', b'PAR0', 'not.parquet: not a readable parquet file'),
+        (
+            'novel.docx',
+            b'x',
+            'novel.docx: files of this kind are not read; allowed are .txt, .jsonl, .parquet',
+        ),
+    ],
+)
 def test_bad_files(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
@@ -271,16 +343,25 @@ def test_bad_parquet_columns(tmp_path):
 
 def test_bad_inputs_and_options(tmp_path, stories):
     (tmp_path / 'none').mkdir()
-    for name, message in [('missing.txt', 'missing.txt: no such file'), (tmp_path / 'none', 'no file there matches'),
-                          (f'{tmp_path}/*.md', 'no file there matches')]:
+    for name, message in [
+        ('missing.txt', 'missing.txt: no such file'),
+        (tmp_path / 'none', 'no file there matches'),
+        (f'{tmp_path}/*.md', 'no file there matches'),
+    ]:
         with pytest.raises(UserError, match=message):
             prepare('tinystories', tmp_path / 'out', name)
-    for key, value, message in [('num_proc', 0, 'at least 1'), ('max_docs', 0, 'at least 1'),
-                                ('val_fraction', 0, 'above 0'), ('val_fraction', 0.9, 'at most 0.5'),
-                                ('encoding', 'utf-9', 'unknown to Python'),
-                                ('encoding', 'zip', 'unknown to Python'), ('encoding', 'undefined', 'unknown to Python'),
-                                ('encoding', 'punycode', 'is not punycode text'), ('encoding', 'utf-16', 'is not utf-16 text'),
-                                ('nproc', 1, 'num_proc')]:
+    for key, value, message in [
+        ('num_proc', 0, 'at least 1'),
+        ('max_docs', 0, 'at least 1'),
+        ('val_fraction', 0, 'above 0'),
+        ('val_fraction', 0.9, 'at most 0.5'),
+        ('encoding', 'utf-9', 'unknown to Python'),
+        ('encoding', 'zip', 'unknown to Python'),
+        ('encoding', 'undefined', 'unknown to Python'),
+        ('encoding', 'punycode', 'is not punycode text'),
+        ('encoding', 'utf-16', 'is not utf-16 text'),
+        ('nproc', 1, 'num_proc'),
+    ]:
         with pytest.raises(UserError, match=message):
             prepare('tinystories', tmp_path / 'out', stories, **{key: value})
 
@@ -288,8 +369,13 @@ def test_bad_inputs_and_options(tmp_path, stories):
 def test_options_without_effect(tmp_path, stories):
     with pytest.raises(UserError, match='--revision has no effect here'):
         prepare('tinystories', tmp_path / 'out', stories, revision='v1')
-    for name, key in [('tinystories', 'seed'), ('tinystories', 'encoding'), ('shakespeare_char', 'seed'),
-                      ('pystdlib_char', 'revision'), ('pystdlib_char', 'val_input')]:
+    for name, key in [
+        ('tinystories', 'seed'),
+        ('tinystories', 'encoding'),
+        ('shakespeare_char', 'seed'),
+        ('pystdlib_char', 'revision'),
+        ('pystdlib_char', 'val_input'),
+    ]:
         with pytest.raises(UserError, match=f'--{key} has no effect here'):
             prepare(name, tmp_path / 'out', **{key: 1})
 
@@ -298,20 +384,29 @@ def test_folders_patterns_and_duplicates(tmp_path):
     (tmp_path / 'in' / 'deep').mkdir(parents=True)
     for name in ('b.txt', 'a.txt', 'deep/c.txt', 'deep/d.jsonl', 'README.md'):
         (tmp_path / 'in' / name).touch()
-    names = lambda *inputs: [path.name for path in source.find_files([f'{tmp_path}/{name}' for name in inputs])]
+    names = lambda *inputs: [
+        path.name for path in source.find_files([f'{tmp_path}/{name}' for name in inputs])
+    ]
     assert names('in') == ['a.txt', 'b.txt', 'c.txt', 'd.jsonl']
-    assert names('in/b.txt', 'in/*.txt') == ['b.txt', 'a.txt'] and names('in/**/*.txt') == ['a.txt', 'b.txt', 'c.txt']
+    assert names('in/b.txt', 'in/*.txt') == ['b.txt', 'a.txt'] and names('in/**/*.txt') == [
+        'a.txt',
+        'b.txt',
+        'c.txt',
+    ]
 
 
 def test_other_encodings(tmp_path):
     text = 'na\u00efve caf\u00e9 ' * 200
     (tmp_path / 'in.txt').write_bytes(text.encode('utf-16'))
     meta = prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt', encoding='utf-16')
-    assert meta['tokenizer']['chars'] == sorted(set(text)) and sum(meta['tokens'].values()) == len(text)
+    assert meta['tokenizer']['chars'] == sorted(set(text)) and sum(meta['tokens'].values()) == len(
+        text
+    )
 
 
 def test_line_ends_are_kept_on_every_system(tmp_path):
-    """Python's text mode would make one of three; then the same file gives other tokens than its bytes say."""
+    """Python's text mode would make one of three; then the same file gives other tokens than its
+    bytes say."""
     text = 'one\r\ntwo\nthree\rfour ' * 50
     (tmp_path / 'in.txt').write_bytes(text.encode())
     meta = prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt')
@@ -319,14 +414,23 @@ def test_line_ends_are_kept_on_every_system(tmp_path):
     assert chars.decode(ids_of(tmp_path / 'out', 'train') + ids_of(tmp_path / 'out', 'val')) == text
     (tmp_path / 'in.jsonl').write_bytes(b'{"text": "a\\r\\nb"}\r\n\r\n{"text": "c"}\r\n')
     prepare('tinystories', tmp_path / 'lines', tmp_path / 'in.jsonl')
-    assert documents(tmp_path / 'lines', 'train') + documents(tmp_path / 'lines', 'val') in (['a\r\nb', 'c'], ['c', 'a\r\nb'])
+    assert documents(tmp_path / 'lines', 'train') + documents(tmp_path / 'lines', 'val') in (
+        ['a\r\nb', 'c'],
+        ['c', 'a\r\nb'],
+    )
 
 
-@pytest.mark.parametrize('name, data', [('in.txt', b'abc' * 99), ('in.jsonl', b'{"text": "abc"}\n{"text": "abcabcabcabccba"}\n')])
+@pytest.mark.parametrize(
+    'name, data',
+    [('in.txt', b'abc' * 99), ('in.jsonl', b'{"text": "abc"}\n{"text": "abcabcabcabccba"}\n')],
+)
 def test_a_byte_order_mark_is_no_text(tmp_path, name, data):
-    """Windows editors put it in front; as a character it would be in the vocabulary, or make the first line no JSON."""
+    """Windows editors put it in front; as a character it would be in the vocabulary, or make the
+    first line no JSON."""
     (tmp_path / name).write_bytes(b'\xef\xbb\xbf' + data)
-    assert prepare('shakespeare_char', tmp_path / 'out', tmp_path / name)['tokenizer']['chars'] == list('abc')
+    assert prepare('shakespeare_char', tmp_path / 'out', tmp_path / name)['tokenizer'][
+        'chars'
+    ] == list('abc')
     (tmp_path / 'bad.txt').write_bytes(b'\xef\xbb\xbfab\xff')
     with pytest.raises(UserError, match='bad.txt: byte 5 is not utf-8'):
         prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'bad.txt')
@@ -335,24 +439,35 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, data):
 @pytest.mark.parametrize('val_fraction', [1e-320, 1e-12, 1e-3])
 def test_a_val_fraction_of_nothing(tmp_path, val_fraction, stories):
     (tmp_path / 'in.txt').write_text('abc' * 100, encoding='utf-8')
-    with pytest.raises(UserError, match='too little text: val has [01] tokens.*larger --val_fraction'):
-        prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt', val_fraction=val_fraction)
-    assert prepare('tinystories', tmp_path / 'stories', stories, val_fraction=val_fraction)['source']['documents']['val'] == 1
+    with pytest.raises(
+        UserError, match='too little text: val has [01] tokens.*larger --val_fraction'
+    ):
+        prepare(
+            'shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt', val_fraction=val_fraction
+        )
+    assert (
+        prepare('tinystories', tmp_path / 'stories', stories, val_fraction=val_fraction)['source'][
+            'documents'
+        ]['val']
+        == 1
+    )
 
 
 def test_half_a_character_in_json(tmp_path):
-    (tmp_path / 'in.jsonl').write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00b"}\n', encoding='utf-8')
+    (tmp_path / 'in.jsonl').write_text(
+        '{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00b"}\n', encoding='utf-8'
+    )
     meta = prepare('pystdlib_char', tmp_path / 'out', tmp_path / 'in.jsonl')
     assert meta['tokenizer']['chars'] == ['a', 'b', '\ufffd', '\U0001f600']
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    text = ''.join(chr(i) for i in range(0x100, 0x14000) if not 0xd800 <= i < 0xe000) * 2
+    text = ''.join(chr(i) for i in range(0x100, 0x14000) if not 0xD800 <= i < 0xE000) * 2
     (tmp_path / 'in.txt').write_text(text, encoding='utf-8')
     meta = prepare('shakespeare_char', tmp_path / 'out', tmp_path / 'in.txt')
     assert meta['dtype'] == 'uint32' and meta['max_id']['train'] == meta['vocab_size'] - 1 > 65535
     chars = tokenizer.from_description(meta['tokenizer'])
-    assert chars.decode(ids_of(tmp_path / 'out', 'train')) == text[:int(len(text) * 0.9)]
+    assert chars.decode(ids_of(tmp_path / 'out', 'train')) == text[: int(len(text) * 0.9)]
     assert [dataset.token_dtype(n) for n in (65535, 65536)] == ['uint16', 'uint32']
 
 
@@ -366,6 +481,7 @@ def test_ids_that_do_not_fit_are_refused(tmp_path):
 
 
 # ---- streams, processes, interruptions
+
 
 def test_the_bytes_do_not_depend_on_num_proc_or_chunks(tmp_path, stories, monkeypatch):
     prepare('tinystories', tmp_path / 'one', stories, num_proc=1)
@@ -392,10 +508,20 @@ def test_documents_of_several_pieces_stay_whole():
     pieces = lambda: iter([('ab', False), ('cd', True), ('ef', False), ('gh', True), ('ij', True)])
     assert list(source.first_documents(pieces, 1)()) == [('ab', False), ('cd', True)]
     assert list(source.split_by_document(pieces, 2, 0)) == [
-        ('val', 'ab', False), ('val', 'cd', True), ('train', 'ef', False), ('train', 'gh', True), ('val', 'ij', True)]
+        ('val', 'ab', False),
+        ('val', 'cd', True),
+        ('train', 'ef', False),
+        ('train', 'gh', True),
+        ('val', 'ij', True),
+    ]
     assert list(source.split_by_position(pieces, 3)) == [
-        ('train', 'ab', False), ('train', 'c', False), ('val', 'd', True),
-        ('val', 'ef', False), ('val', 'gh', True), ('val', 'ij', True)]
+        ('train', 'ab', False),
+        ('train', 'c', False),
+        ('val', 'd', True),
+        ('val', 'ef', False),
+        ('val', 'gh', True),
+        ('val', 'ij', True),
+    ]
 
 
 def test_a_bin_is_continued_after_the_bytes_to_keep(tmp_path):
@@ -418,15 +544,21 @@ def test_few_items_are_in_flight():
             assert ahead <= 6
 
 
-def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(tmp_path, stories, monkeypatch, capsys):
+def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(
+    tmp_path, stories, monkeypatch, capsys
+):
     def killed(pool, *args):
         yield from islice(ordered_map(pool, *args), 3)
         pool.submit(os._exit, 1).result()
+
     ordered_map = writer.ordered_map
     prepare('tinystories', tmp_path / 'whole', stories, num_proc=2)
     monkeypatch.setattr(writer, 'CHUNK', 500)
     monkeypatch.setattr(writer, 'SAVE_EVERY', 0)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match='process was killed.*lower --num_proc'):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(UserError, match='process was killed.*lower --num_proc'),
+    ):
         patch.setattr(writer, 'ordered_map', killed)
         prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
     assert not any((tmp_path / 'out').glob('*.bin'))
@@ -437,10 +569,24 @@ def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(tmp_path, 
 
 def test_tokenizing_processes_end_with_a_killed_parent(tmp_path):
     """Otherwise they would wait for work for ever."""
-    (tmp_path / 'in.txt').write_text('a story of a dog and a cat\n<|endoftext|>\n' * 600_000, encoding='utf-8')
-    command = [sys.executable, 'data/tinystories/prepare.py', '--input', tmp_path / 'in.txt', '--out_dir', tmp_path / 'out', '--num_proc=2']
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:  # the workers hold the pipe, too
-        while not list(tmp_path.glob('out/*.part')) or not (tmp_path / 'out/train.bin.part').stat().st_size:
+    (tmp_path / 'in.txt').write_text(
+        'a story of a dog and a cat\n<|endoftext|>\n' * 600_000, encoding='utf-8'
+    )
+    command = [
+        sys.executable,
+        'data/tinystories/prepare.py',
+        '--input',
+        tmp_path / 'in.txt',
+        '--out_dir',
+        tmp_path / 'out',
+        '--num_proc=2',
+    ]
+    # the workers hold the pipe, too
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        while (
+            not list(tmp_path.glob('out/*.part'))
+            or not (tmp_path / 'out/train.bin.part').stat().st_size
+        ):
             assert parent.poll() is None
             time.sleep(0.01)
         parent.kill()
@@ -449,16 +595,19 @@ def test_tokenizing_processes_end_with_a_killed_parent(tmp_path):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, 'CHUNK', 2**16)
-    (tmp_path / 'in.txt').write_text('never mind the length\n' * 10**6, encoding='utf-8')  # 22 MB, 44 MB of ids
+    # 22 MB, 44 MB of ids
+    (tmp_path / 'in.txt').write_text('never mind the length\n' * 10**6, encoding='utf-8')
     tracemalloc.start()
     pieces = source.split_by_position(lambda: source.read_files([tmp_path / 'in.txt']), 2 * 10**7)
-    writer.write(tmp_path, tokenizer.CharTokenizer(sorted(set('never mind the length\n'))), pieces, {})
+    writer.write(
+        tmp_path, tokenizer.CharTokenizer(sorted(set('never mind the length\n'))), pieces, {}
+    )
     peak = tracemalloc.get_traced_memory()[1]  # numpy's arrays included
     tracemalloc.stop()
     assert 2**20 < peak < 60 * 2**20, peak
 
 
-KILLED = '''
+KILLED = """
 import os, signal, sys
 from data import writer
 from data.tinystories.prepare import main
@@ -480,7 +629,7 @@ calls = []
 writer.Bin.path_count = lambda self: calls.append(1) or len(calls)
 writer.write_json = save_once
 main(sys.argv[1:])
-'''
+"""
 
 
 @pytest.mark.skipif(not hasattr(signal, 'SIGKILL'), reason='needs SIGKILL')
@@ -523,6 +672,7 @@ def test_a_failed_preparation_leaves_an_earlier_one_alone(tmp_path, stories):
 def test_a_full_disk_is_no_traceback(tmp_path, stories, monkeypatch):
     def full(self, ids):
         raise OSError(28, 'No space left on device')
+
     monkeypatch.setattr(writer.Bin, 'append', full)
     with pytest.raises(UserError, match='No space left on device'):
         prepare('tinystories', tmp_path / 'out', stories)
@@ -530,27 +680,48 @@ def test_a_full_disk_is_no_traceback(tmp_path, stories, monkeypatch):
 
 # ---- the command line
 
+
 def test_the_script_runs_anywhere_under_the_c_locale(tmp_path):
-    script, c_locale = ROOT / 'data' / 'shakespeare_char' / 'prepare.py', {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'}
+    script, c_locale = (
+        ROOT / 'data' / 'shakespeare_char' / 'prepare.py',
+        {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'},
+    )
     (tmp_path / 'in.txt').write_text('na\u00efve \u4f60\u597d\n' * 99, encoding='utf-8')
-    done = run('-X', 'utf8=0', script, '--input', 'in.txt', '--out_dir', 'out', cwd=tmp_path, **c_locale)
+    done = run(
+        '-X', 'utf8=0', script, '--input', 'in.txt', '--out_dir', 'out', cwd=tmp_path, **c_locale
+    )
     assert done.returncode == 0, done.stderr
     assert '\u4f60' in dataset.read_meta(tmp_path / 'out')['tokenizer']['chars']
     done = run('-X', 'utf8=0', script, '--input', 'nowhere.txt', cwd=tmp_path, **c_locale)
-    assert done.returncode == 2 and done.stderr.startswith('error: --input nowhere.txt: no such file')
+    assert done.returncode == 2 and done.stderr.startswith(
+        'error: --input nowhere.txt: no such file'
+    )
 
 
-@pytest.mark.parametrize('name', ['openwebtext', 'pystdlib_char', 'shakespeare', 'shakespeare_char', 'tinystories'])
+@pytest.mark.parametrize(
+    'name', ['openwebtext', 'pystdlib_char', 'shakespeare', 'shakespeare_char', 'tinystories']
+)
 def test_help(tmp_path, name):
     done = run(ROOT / 'data' / name / 'prepare.py', '--help', cwd=tmp_path)
-    assert done.returncode == 0 and f'python data/{name}/prepare.py' in done.stdout and '--max_docs' in done.stdout
+    assert (
+        done.returncode == 0
+        and f'python data/{name}/prepare.py' in done.stdout
+        and '--max_docs' in done.stdout
+    )
 
 
 # ---- meta.json from a stranger
 
-META = {'version': 1, 'tokenizer': {'kind': 'char', 'chars': ['a', 'b']}, 'vocab_size': 2, 'dtype': 'uint16',
-        'tokens': {'train': 9, 'val': 3}, 'max_id': {'train': 1, 'val': 0},
-        'sha256': {'train': 'a' * 64, 'val': '0' * 64}, 'source': {}}
+META = {
+    'version': 1,
+    'tokenizer': {'kind': 'char', 'chars': ['a', 'b']},
+    'vocab_size': 2,
+    'dtype': 'uint16',
+    'tokens': {'train': 9, 'val': 3},
+    'max_id': {'train': 1, 'val': 0},
+    'sha256': {'train': 'a' * 64, 'val': '0' * 64},
+    'source': {},
+}
 
 
 def test_read_meta(tmp_path):
@@ -558,40 +729,76 @@ def test_read_meta(tmp_path):
     assert dataset.read_meta(tmp_path) == dataset.read_meta(str(tmp_path)) == META
 
 
-@pytest.mark.parametrize('key, value, message', [
-    ('version', 2, 'version must be 1'), ('version', True, 'version'), ('source', 'x', 'source'),
-    ('tokenizer', {'kind': 'x'}, 'tokenizer description'),
-    ('vocab_size', 3, "vocab_size must be the tokenizer's 2"), ('vocab_size', 2.0, 'vocab_size'),
-    ('dtype', 'uint32', "dtype must be 'uint16'"), ('dtype', 'object', 'dtype'), ('dtype', ['uint16'], 'dtype'),
-    ('tokens', {'train': 9}, 'tokens must be an object'), ('tokens', [9, 3], 'tokens')])
+@pytest.mark.parametrize(
+    'key, value, message',
+    [
+        ('version', 2, 'version must be 1'),
+        ('version', True, 'version'),
+        ('source', 'x', 'source'),
+        ('tokenizer', {'kind': 'x'}, 'tokenizer description'),
+        ('vocab_size', 3, "vocab_size must be the tokenizer's 2"),
+        ('vocab_size', 2.0, 'vocab_size'),
+        ('dtype', 'uint32', "dtype must be 'uint16'"),
+        ('dtype', 'object', 'dtype'),
+        ('dtype', ['uint16'], 'dtype'),
+        ('tokens', {'train': 9}, 'tokens must be an object'),
+        ('tokens', [9, 3], 'tokens'),
+    ],
+)
 def test_meta_with_a_wrong_entry(tmp_path, key, value, message):
     (tmp_path / 'meta.json').write_text(json.dumps({**META, key: value}), encoding='utf-8')
     with pytest.raises(UserError, match=f'meta.json: .*{message}'):
         dataset.read_meta(tmp_path)
 
 
-@pytest.mark.parametrize('key, value', [
-    ('tokens', 0), ('tokens', -9), ('tokens', 2**60), ('tokens', 1e30), ('tokens', float('nan')), ('tokens', '9'),
-    ('max_id', 2), ('max_id', -1), ('max_id', None),
-    ('sha256', 'A' * 64), ('sha256', 'a' * 63), ('sha256', ['a'] * 64)])
+@pytest.mark.parametrize(
+    'key, value',
+    [
+        ('tokens', 0),
+        ('tokens', -9),
+        ('tokens', 2**60),
+        ('tokens', 1e30),
+        ('tokens', float('nan')),
+        ('tokens', '9'),
+        ('max_id', 2),
+        ('max_id', -1),
+        ('max_id', None),
+        ('sha256', 'A' * 64),
+        ('sha256', 'a' * 63),
+        ('sha256', ['a'] * 64),
+    ],
+)
 def test_meta_with_a_wrong_entry_for_a_split(tmp_path, key, value):
     for split in dataset.SPLITS:
-        (tmp_path / 'meta.json').write_text(json.dumps({**META, key: {**META[key], split: value}}), encoding='utf-8')
+        (tmp_path / 'meta.json').write_text(
+            json.dumps({**META, key: {**META[key], split: value}}), encoding='utf-8'
+        )
         with pytest.raises(UserError, match=f'meta.json: {key}.{split} must be'):
             dataset.read_meta(tmp_path)
 
 
 @pytest.mark.parametrize('key', META)
 def test_meta_without_an_entry(tmp_path, key):
-    (tmp_path / 'meta.json').write_text(json.dumps({k: v for k, v in META.items() if k != key}), encoding='utf-8')
+    (tmp_path / 'meta.json').write_text(
+        json.dumps({k: v for k, v in META.items() if k != key}), encoding='utf-8'
+    )
     with pytest.raises(UserError, match='meta.json: '):
         dataset.read_meta(tmp_path)
 
 
-@pytest.mark.parametrize('data, message', [
-    (b'', 'not valid JSON'), (b'{', 'not valid JSON'), (b'\x80\x04K\x01.', 'not valid JSON'),
-    (b'[' * 200000, 'nested too deeply'), (b'[]', 'must be a JSON object'), (b'null', 'must be a JSON object'),
-    (b'9' * 9999, 'not valid JSON|must be a JSON object'), (b' ' * (2**25 + 1), 'larger than')])
+@pytest.mark.parametrize(
+    'data, message',
+    [
+        (b'', 'not valid JSON'),
+        (b'{', 'not valid JSON'),
+        (b'\x80\x04K\x01.', 'not valid JSON'),
+        (b'[' * 200000, 'nested too deeply'),
+        (b'[]', 'must be a JSON object'),
+        (b'null', 'must be a JSON object'),
+        (b'9' * 9999, 'not valid JSON|must be a JSON object'),
+        (b' ' * (2**25 + 1), 'larger than'),
+    ],
+)
 def test_meta_that_is_no_meta(tmp_path, data, message):
     (tmp_path / 'meta.json').write_bytes(data)
     with pytest.raises(UserError, match=message):
@@ -601,9 +808,13 @@ def test_meta_that_is_no_meta(tmp_path, data, message):
 def test_missing_data_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='run: python data.tinystories.prepare.py --out_dir='):
         dataset.read_meta(tmp_path / 'tinystories')
-    with pytest.raises(UserError, match='data/NAME/prepare.py --out_dir=.*pystdlib_char, shakespeare'):
+    with pytest.raises(
+        UserError, match='data/NAME/prepare.py --out_dir=.*pystdlib_char, shakespeare'
+    ):
         dataset.read_meta(tmp_path)
-    assert dataset.find_data('tinystories') == ROOT / 'data' / 'tinystories' and dataset.find_data('x/y') == Path('x/y')
+    assert dataset.find_data('tinystories') == ROOT / 'data' / 'tinystories' and dataset.find_data(
+        'x/y'
+    ) == Path('x/y')
     monkeypatch.setattr(dataset, 'ROOT', tmp_path)
     (tmp_path / 'data' / 'tinystories').mkdir(parents=True)
     (tmp_path / 'data' / 'tinystories' / 'prepare.py').touch()
@@ -612,5 +823,7 @@ def test_missing_data_names_the_command(tmp_path, monkeypatch):
 
 
 def test_a_misspelt_data_set_is_guessed():
-    with pytest.raises(UserError, match=r"no data set of that name; did you mean 'pystdlib_char'\?"):
+    with pytest.raises(
+        UserError, match=r"no data set of that name; did you mean 'pystdlib_char'\?"
+    ):
         dataset.read_meta('pystdlib_cha')

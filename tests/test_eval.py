@@ -31,14 +31,18 @@ def ask(method, *args):
 
 
 def token_logp(model, context, token):
-    """log p(token | at most block_size ids of context) and the likeliest token, by a forward pass of its own."""
-    logits, _ = model(torch.tensor([context[-model.cfg.block_size:]]), return_logits=True)
+    """log p(token | at most block_size ids of context) and the likeliest token, by a forward pass
+    of its own."""
+    logits, _ = model(torch.tensor([context[-model.cfg.block_size :]]), return_logits=True)
     logits = logits[0, -1].detach()
-    return (logits[token] - logits.logsumexp(0)).item(), logits[:model.cfg.vocab_used].argmax().item()
+    return (logits[token] - logits.logsumexp(0)).item(), logits[
+        : model.cfg.vocab_used
+    ].argmax().item()
 
 
 def brute_force(model, context, continuation):
-    """Token by token -> (log-probability of the continuation, whether each of its tokens is the likeliest)."""
+    """Token by token -> (log-probability of the continuation, whether each of its tokens is the
+    likeliest)."""
     context, total, greedy = list(context), 0.0, True
     for token in continuation:
         logp, best = token_logp(model, context, token)
@@ -52,37 +56,56 @@ def assert_same(answers, expected, tolerance=1e-10):
         assert abs(logp - logp_) < tolerance and greedy is greedy_
 
 
-PAIRS = [('abc', 'def'), ('a', 'b'), ('lkj', 'ihg\na'), ('abcdefg', 'h'), ('b', 'cdefgh'), ('a\nb', 'c')]
+PAIRS = [
+    ('abc', 'def'),
+    ('a', 'b'),
+    ('lkj', 'ihg\na'),
+    ('abcdefg', 'h'),
+    ('b', 'cdefgh'),
+    ('a\nb', 'c'),
+]
 
 
 def test_loglikelihood_is_the_sum_over_the_continuation(update):
     model, tok = nontrivial(update=update), CharTokenizer(list(ALPHABET))
-    expected = [brute_force(model, tok.encode(context), tok.encode(continuation)) for context, continuation in PAIRS]
+    expected = [
+        brute_force(model, tok.encode(context), tok.encode(continuation))
+        for context, continuation in PAIRS
+    ]
     assert_same(ask(harness(model).loglikelihood, *PAIRS), expected)
 
 
 def test_in_float32_too(update):
     model, tok = nontrivial(update=update, dtype=torch.float32), CharTokenizer(list(ALPHABET))
-    expected = [brute_force(model, tok.encode(context), tok.encode(continuation)) for context, continuation in PAIRS]
+    expected = [
+        brute_force(model, tok.encode(context), tok.encode(continuation))
+        for context, continuation in PAIRS
+    ]
     for (logp, _), (logp_, _) in zip(ask(harness(model).loglikelihood, *PAIRS), expected):
         assert abs(logp - logp_) < 1e-5 * max(1, abs(logp_))
 
 
 def test_loglikelihood_is_the_training_loss(update):
     """With rows of padding in the table, too: they are in the loss's denominator."""
-    model, ids = nontrivial(update=update, vocab_size=20, vocab_used=13), torch.tensor([[3, 1, 4, 1, 5, 9]])
+    model, ids = (
+        nontrivial(update=update, vocab_size=20, vocab_used=13),
+        torch.tensor([[3, 1, 4, 1, 5, 9]]),
+    )
     loss = model(ids[:, :-1], ids[:, 1:])[1].item()
     answer = harness(model)._loglikelihood_tokens([(('', ''), [3], [1, 4, 1, 5, 9])])[0][0]
     assert abs(answer + 5 * loss) < 1e-10
 
 
 def test_greedy_is_what_generate_would_say(update):
-    """True for its own continuation, False with one token of it changed, wherever that is; padding is never an answer."""
+    """True for its own continuation, False with one token of it changed, wherever that is; padding
+    is never an answer."""
     model = nontrivial(update=update, vocab_size=20, vocab_used=13)
     context = [1, 2, 3]
     best = model.generate(torch.tensor([context]), 5, temperature=0)[0, 3:].tolist()
-    others = [best[:i] + [(best[i] + 1) % 13] + best[i + 1:] for i in range(5)]
-    answers = harness(model)._loglikelihood_tokens([(('', ''), context, one) for one in [best, *others]])
+    others = [best[:i] + [(best[i] + 1) % 13] + best[i + 1 :] for i in range(5)]
+    answers = harness(model)._loglikelihood_tokens(
+        [(('', ''), context, one) for one in [best, *others]]
+    )
     assert [greedy for _, greedy in answers] == [True] + [False] * 5
 
 
@@ -91,11 +114,17 @@ def test_batching_changes_nothing(update, batch_size):
     model = nontrivial(update=update)
     pairs, texts = PAIRS + [('abcdefghijkl', 'abc')], [('abcdefghij' * 3,), ('b',), ('cd',)]
     alone, together = harness(model, batch_size=1), harness(model, batch_size=batch_size)
-    assert_same(ask(together.loglikelihood, *pairs), [ask(alone.loglikelihood, pair)[0] for pair in pairs])
+    assert_same(
+        ask(together.loglikelihood, *pairs), [ask(alone.loglikelihood, pair)[0] for pair in pairs]
+    )
     for answer, text in zip(ask(together.loglikelihood_rolling, *texts), texts):
         assert abs(answer - ask(alone.loglikelihood_rolling, text)[0]) < 1e-10
-    prompts = [(one + two, {'until': ['a', 'd'], 'max_gen_toks': 12}) for one in 'cf' for two in ALPHABET]
-    assert ask(together.generate_until, *prompts) == [ask(alone.generate_until, prompt)[0] for prompt in prompts]
+    prompts = [
+        (one + two, {'until': ['a', 'd'], 'max_gen_toks': 12}) for one in 'cf' for two in ALPHABET
+    ]
+    assert ask(together.generate_until, *prompts) == [
+        ask(alone.generate_until, prompt)[0] for prompt in prompts
+    ]
     assert (together.requests, together.truncated) == (alone.requests, alone.truncated)
 
 
@@ -110,29 +139,46 @@ def test_a_trailing_space_goes_to_the_continuation():
 
 
 def test_what_is_too_long_loses_its_beginning_and_is_counted(update):
-    """The last block_size tokens before each one are seen: exactly as many as fit is not yet too long."""
+    """The last block_size tokens before each one are seen: exactly as many as fit is not yet too
+    long."""
     model, tok = nontrivial(update=update), CharTokenizer(list(ALPHABET))
     lm, text = harness(model), 'abcdefghijkl\n' * 3
-    fits, too_long = (text[:BLOCK - 1], 'ab'), (text[:BLOCK], 'ab')
+    fits, too_long = (text[: BLOCK - 1], 'ab'), (text[:BLOCK], 'ab')
     assert_same(ask(lm.loglikelihood, fits), [brute_force(model, tok.encode(fits[0]), [1, 2])])
     assert (lm.requests, lm.truncated) == (1, 0)
     answer = ask(lm.loglikelihood, too_long)
-    assert_same(answer, harness(model)._loglikelihood_tokens([(('', ''), tok.encode(too_long[0][1:]), [1, 2])]))
-    assert abs(answer[0][0] - ask(harness(model).loglikelihood, (text[:BLOCK][::-1], 'ab'))[0][0]) > 1e-6  # the end decides
+    assert_same(
+        answer,
+        harness(model)._loglikelihood_tokens([(('', ''), tok.encode(too_long[0][1:]), [1, 2])]),
+    )
+    # the end decides
+    assert (
+        abs(answer[0][0] - ask(harness(model).loglikelihood, (text[:BLOCK][::-1], 'ab'))[0][0])
+        > 1e-6
+    )
     assert (lm.requests, lm.truncated) == (2, 1)
 
 
 def test_a_continuation_longer_than_the_window_is_scored_whole(update):
     """Each window takes in as many new tokens as fit; only then are earlier ones dropped."""
-    model, text = nontrivial(update=update), [int(i) for i in torch.randint(13, (BLOCK * 2 + 3,), generator=torch.Generator().manual_seed(3))]
+    model, text = (
+        nontrivial(update=update),
+        [
+            int(i)
+            for i in torch.randint(13, (BLOCK * 2 + 3,), generator=torch.Generator().manual_seed(3))
+        ],
+    )
     lm = harness(model)
     logp, _ = lm._loglikelihood_tokens([(('', ''), [5, 6], text)])[0]
-    expected = sum(token_logp(model, whole, token)[0] for whole, token in rolling(model, [5, 6], text))
+    expected = sum(
+        token_logp(model, whole, token)[0] for whole, token in rolling(model, [5, 6], text)
+    )
     assert abs(logp - expected) < 1e-10 and lm.truncated == 1
 
 
 def rolling(model, context, ids):
-    """(what is seen, token) for each of ids: windows of block_size new tokens, the last one reaching back for a full one."""
+    """(what is seen, token) for each of ids: windows of block_size new tokens, the last one
+    reaching back for a full one."""
     whole, block = context + ids, model.cfg.block_size
     for start in range(0, len(ids), block):
         end = min(start + block, len(ids)) + len(context)
@@ -148,9 +194,17 @@ def test_rolling_scores_each_token_once(update, length):
     ids = lm.tok.encode(text)
     seen = list(rolling(model, [0], ids))  # '\n' stands before a text of characters
     assert [token for _, token in seen] == ids
-    assert abs(ask(lm.loglikelihood_rolling, (text,))[0] - sum(token_logp(model, *one)[0] for one in seen)) < 1e-10
+    assert (
+        abs(
+            ask(lm.loglikelihood_rolling, (text,))[0]
+            - sum(token_logp(model, *one)[0] for one in seen)
+        )
+        < 1e-10
+    )
     assert (lm.requests, lm.truncated) == (1, 0)
-    assert [n for _, n in lm.windows([0], ids)] == [min(BLOCK, length - i) for i in range(0, length, BLOCK)]
+    assert [n for _, n in lm.windows([0], ids)] == [
+        min(BLOCK, length - i) for i in range(0, length, BLOCK)
+    ]
 
 
 @pytest.mark.parametrize('context', ['', ' '])
@@ -159,13 +213,26 @@ def test_without_a_context_the_end_of_a_text_stands_before(context):
     model, tok = fresh(update='lt_nag', vocab_size=50304, vocab_used=50257), GPT2Tokenizer()
     lm = harness(model, tok)
     assert lm.eot_token_id == lm.prefix_token_id == 50256
-    assert_same(ask(lm.loglikelihood, (context, 'Hello there')), [brute_force(model, [50256], tok.encode(context + 'Hello there'))], 1e-4)
-    assert abs(ask(lm.loglikelihood_rolling, ('Hello there',))[0] - brute_force(model, [50256], tok.encode('Hello there'))[0]) < 1e-4
+    assert_same(
+        ask(lm.loglikelihood, (context, 'Hello there')),
+        [brute_force(model, [50256], tok.encode(context + 'Hello there'))],
+        1e-4,
+    )
+    assert (
+        abs(
+            ask(lm.loglikelihood_rolling, ('Hello there',))[0]
+            - brute_force(model, [50256], tok.encode('Hello there'))[0]
+        )
+        < 1e-4
+    )
 
 
 def test_an_empty_continuation_is_certain():
     lm = harness(nontrivial(update='gd'))
-    assert lm._loglikelihood_tokens([(('a', ''), [1], []), (('a', 'b'), [1], [2])])[0] == (0.0, True)
+    assert lm._loglikelihood_tokens([(('a', ''), [1], []), (('a', 'b'), [1], [2])])[0] == (
+        0.0,
+        True,
+    )
     assert ask(lm.loglikelihood_rolling, ('',)) == [0.0]
 
 
@@ -193,9 +260,18 @@ def test_generates_what_generate_does(update):
     model, tok = nontrivial(update=update), CharTokenizer(list(ALPHABET))
     for prompt in ('abc', 'abcdefgh', 'abcdefghijklab'):
         ids = tok.encode(prompt)
-        expected = tok.decode(model.generate(torch.tensor([ids]), 12, temperature=0)[0, len(ids):].tolist())
-        for options in ({}, {'do_sample': False, 'temperature': 0.7, 'top_p': 0.9}, {'temperature': 0}):
-            assert ask(harness(model).generate_until, (prompt, {'until': [], 'max_gen_toks': 12, **options})) == [expected]
+        expected = tok.decode(
+            model.generate(torch.tensor([ids]), 12, temperature=0)[0, len(ids) :].tolist()
+        )
+        for options in (
+            {},
+            {'do_sample': False, 'temperature': 0.7, 'top_p': 0.9},
+            {'temperature': 0},
+        ):
+            assert ask(
+                harness(model).generate_until,
+                (prompt, {'until': [], 'max_gen_toks': 12, **options}),
+            ) == [expected]
 
 
 def test_generation_ends_before_the_first_stop_sequence(update):
@@ -204,22 +280,32 @@ def test_generation_ends_before_the_first_stop_sequence(update):
     whole = ask(lm.generate_until, ('abc', {'until': [], 'max_gen_toks': 30}))[0]
     forward, steps = model.forward, []
     model.forward = lambda *args, **kwargs: (steps.append(1), forward(*args, **kwargs))[1]
-    for until in [['Zz', whole[i:i + n]] for i in range(0, 25, 6) for n in (1, 3)] + [[whole[4:5], whole[2:5]], [whole[2:5], whole[4:5]]]:
+    for until in [['Zz', whole[i : i + n]] for i in range(0, 25, 6) for n in (1, 3)] + [
+        [whole[4:5], whole[2:5]],
+        [whole[2:5], whole[4:5]],
+    ]:
         steps.clear()
         text = ask(lm.generate_until, ('abc', {'until': until, 'max_gen_toks': 30}))[0]
         needed = next(n for n in range(31) if any(stop in whole[:n] for stop in until))
         assert len(steps) == needed  # and no step more
-        assert text == whole[:min(whole.index(stop) for stop in until if stop in whole[:needed])]
+        assert text == whole[: min(whole.index(stop) for stop in until if stop in whole[:needed])]
 
 
 def test_generation_ends_at_the_end_of_the_text():
     """Greedy decoding of a head that says one thing: <|endoftext|>, which is no text."""
-    model, tok = fresh(update='gd', vocab_size=50304, vocab_used=50257, tie_weights=False, bias=False), GPT2Tokenizer()
+    model, tok = (
+        fresh(update='gd', vocab_size=50304, vocab_used=50257, tie_weights=False, bias=False),
+        GPT2Tokenizer(),
+    )
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
         model.lm_head.weight.zero_()
-    model.lm_head.forward = lambda x: torch.nn.functional.one_hot(torch.full(x.shape[:2], 50256), 50304).to(x.dtype)
-    assert ask(harness(model, tok).generate_until, ('Hello', {'until': ['\n'], 'max_gen_toks': 5})) == ['']
+    model.lm_head.forward = lambda x: torch.nn.functional.one_hot(
+        torch.full(x.shape[:2], 50256), 50304
+    ).to(x.dtype)
+    assert ask(
+        harness(model, tok).generate_until, ('Hello', {'until': ['\n'], 'max_gen_toks': 5})
+    ) == ['']
 
 
 def test_truncation_in_generation_is_counted():
@@ -227,7 +313,11 @@ def test_truncation_in_generation_is_counted():
     lm = harness(nontrivial(update='gd'))
     ask(lm.generate_until, ('ab', {'until': [], 'max_gen_toks': BLOCK - 1}))
     assert (lm.requests, lm.truncated) == (1, 0)
-    ask(lm.generate_until, ('ab', {'until': [], 'max_gen_toks': BLOCK}), ('cd', {'until': [], 'max_gen_toks': 1}))
+    ask(
+        lm.generate_until,
+        ('ab', {'until': [], 'max_gen_toks': BLOCK}),
+        ('cd', {'until': [], 'max_gen_toks': 1}),
+    )
     assert (lm.requests, lm.truncated) == (3, 1)
     ask(lm.generate_until, ('abcdefghij', {'until': [], 'max_gen_toks': 1}))
     assert (lm.requests, lm.truncated) == (4, 2)
@@ -242,12 +332,15 @@ def test_sampling_samples():
 
 def test_what_generation_cannot_do_is_refused():
     with pytest.raises(Exception, match='top_p=0.9.*leave the task out'):
-        ask(harness(nontrivial(update='gd')).generate_until, ('a', {'until': [], 'do_sample': True, 'temperature': 1.0, 'top_p': 0.9}))
+        ask(
+            harness(nontrivial(update='gd')).generate_until,
+            ('a', {'until': [], 'do_sample': True, 'temperature': 1.0, 'top_p': 0.9}),
+        )
 
 
 # The script, with tasks and data made here.
 
-CHOICE = '''task: toy_choice
+CHOICE = """task: toy_choice
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: '{file}'}}}}
 test_split: test
@@ -259,8 +352,8 @@ doc_to_target: "{{{{label}}}}"
 target_delimiter: ""
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 metadata: {{version: 1.0}}
-'''
-UNTIL = '''task: toy_until
+"""
+UNTIL = """task: toy_until
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: '{file}'}}}}
 test_split: test
@@ -269,8 +362,8 @@ doc_to_text: "{{{{start}}}}"
 doc_to_target: "{{{{right}}}}"
 generation_kwargs: {{until: ["\\n"], max_gen_toks: 20}}
 metric_list: [{{metric: exact_match}}]
-'''
-ROLLING = '''task: toy_rolling
+"""
+ROLLING = """task: toy_rolling
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: '{file}'}}}}
 test_split: test
@@ -278,17 +371,28 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{{{start}}}}{{{{right}}}}"
 metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
-'''
+"""
 
 
 @pytest.fixture(scope='module')
 def toys(tmp_path_factory):
-    """A folder of tasks on which continuing the alphabet is right, and a run's folder with a model that does just that."""
+    """A folder of tasks on which continuing the alphabet is right, and a run's folder with a model
+    that does just that."""
     folder = tmp_path_factory.mktemp('toys')
-    docs = [{'start': ALPHABET[i:i + 3], 'choices': [ALPHABET[i + 5], ALPHABET[i + 3]], 'label': 1, 'right': ALPHABET[i + 3:]} for i in range(1, 7)]
+    docs = [
+        {
+            'start': ALPHABET[i : i + 3],
+            'choices': [ALPHABET[i + 5], ALPHABET[i + 3]],
+            'label': 1,
+            'right': ALPHABET[i + 3 :],
+        }
+        for i in range(1, 7)
+    ]
     (folder / 'docs.jsonl').write_text('\n'.join(map(json.dumps, docs)), encoding='utf-8')
     for name, text in (('choice', CHOICE), ('until', UNTIL), ('rolling', ROLLING)):
-        (folder / f'{name}.yaml').write_text(text.format(file=folder / 'docs.jsonl'), encoding='utf-8')
+        (folder / f'{name}.yaml').write_text(
+            text.format(file=folder / 'docs.jsonl'), encoding='utf-8'
+        )
     return folder
 
 
@@ -297,22 +401,43 @@ def run_folder(tmp_path_factory):
     """A run whose model knows the alphabet by heart."""
     folder = tmp_path_factory.mktemp('eval')
     write_data(folder / 'data')
-    assert train(folder / 'data', folder / 'out', max_iters=60, optimizer='adamw', learning_rate=0.03, eval_interval=30).code == 0
+    assert (
+        train(
+            folder / 'data',
+            folder / 'out',
+            max_iters=60,
+            optimizer='adamw',
+            learning_rate=0.03,
+            eval_interval=30,
+        ).code
+        == 0
+    )
     return folder / 'out'
 
 
 @pytest.fixture
 def evaluate(toys, run_folder, tmp_path, monkeypatch, capsys):
-    """Runs eval.py on the toys alone (to index the harness' own tasks takes seconds) -> (exit code, message, output, its JSON)."""
+    """Runs eval.py on the toys alone (to index the harness' own tasks takes seconds) -> (exit code,
+    message, output, its JSON)."""
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
-    monkeypatch.setattr(lm_eval.tasks, 'TaskManager', functools.partial(lm_eval.tasks.TaskManager, include_defaults=False))
+    monkeypatch.setattr(
+        lm_eval.tasks,
+        'TaskManager',
+        functools.partial(lm_eval.tasks.TaskManager, include_defaults=False),
+    )
 
     def run(**options):
         capsys.readouterr()
         file = tmp_path / 'results.json'
         defaults = dict(out_dir=run_folder, include_path=toys, device='cpu', json=file)
         code, message = call(script.main, arguments({**defaults, **options}))
-        return code, message, capsys.readouterr().out, json.loads(file.read_text()) if file.exists() else None
+        return (
+            code,
+            message,
+            capsys.readouterr().out,
+            json.loads(file.read_text()) if file.exists() else None,
+        )
+
     return run
 
 
@@ -324,36 +449,73 @@ def test_runs_tasks_of_every_kind_end_to_end(evaluate, run_folder):
     assert 0 < results['toy_rolling']['bits_per_byte,none'] < 2
     assert told['requests'] == 12 + 6 + 6 and told['truncated'] == 0 and '0 of 24 requests' in out
     assert re.search(r'toy_choice.*acc .*1\.0', out) and 'toy_until' in out
-    assert told.keys() >= {'command', 'commit', 'machine', 'device', 'dtype', 'versions', 'config', 'parameters', 'gpt_config', 'n-shot'}
-    assert told['versions'].keys() == {'python', 'torch', 'lm-eval', 'datasets'} and told['config']['batch_size'] == 8
-    assert told['parameters'] == checkpoint.build_model(checkpoint.read(run_folder / 'best.pt'), '').num_params()
+    assert told.keys() >= {
+        'command',
+        'commit',
+        'machine',
+        'device',
+        'dtype',
+        'versions',
+        'config',
+        'parameters',
+        'gpt_config',
+        'n-shot',
+    }
+    assert (
+        told['versions'].keys() == {'python', 'torch', 'lm-eval', 'datasets'}
+        and told['config']['batch_size'] == 8
+    )
+    assert (
+        told['parameters']
+        == checkpoint.build_model(checkpoint.read(run_folder / 'best.pt'), '').num_params()
+    )
 
 
 def test_examples_come_before_the_question(evaluate):
     """Three of four characters and two newlines, and the question, are more than block_size=16."""
     code, _, out, told = evaluate(tasks='toy_choice', num_fewshot=3, limit=2)
-    assert code == 0 and told['n-shot'] == {'toy_choice': 3} and told['truncated'] == told['requests'] == 4
+    assert (
+        code == 0
+        and told['n-shot'] == {'toy_choice': 3}
+        and told['truncated'] == told['requests'] == 4
+    )
     assert '4 of 4 requests did not fit block_size=16' in out
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(tasks='toy_choise'), "no such task; did you mean 'toy_choice'"), (dict(include_path='no-such-folder'), 'no-such-folder'),
-    (dict(out_dir='no-such-run'), 'no-such-run'), (dict(limit=0), 'limit'), (dict(num_fewshot=-1), 'num_fewshot'), (dict(batch_size=0), 'batch_size'),
-    (dict(json='/'), 'json=/'), (dict(device='warp'), 'device=warp'),
-], ids=str)
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (dict(tasks='toy_choise'), "no such task; did you mean 'toy_choice'"),
+        (dict(include_path='no-such-folder'), 'no-such-folder'),
+        (dict(out_dir='no-such-run'), 'no-such-run'),
+        (dict(limit=0), 'limit'),
+        (dict(num_fewshot=-1), 'num_fewshot'),
+        (dict(batch_size=0), 'batch_size'),
+        (dict(json='/'), 'json=/'),
+        (dict(device='warp'), 'device=warp'),
+    ],
+    ids=str,
+)
 def test_mistakes(evaluate, options, message):
     code, told, _, _ = evaluate(**{'tasks': 'toy_choice', **options})
     assert code == 2 and re.search(message, told), told
 
 
 def test_a_task_of_the_harness_that_is_misspelt(run_folder):
-    code, told = call(script.main, arguments(dict(out_dir=run_folder, device='cpu', tasks='helaswag')))
+    code, told = call(
+        script.main, arguments(dict(out_dir=run_folder, device='cpu', tasks='helaswag'))
+    )
     assert code == 2 and "did you mean 'hellaswag'" in told
 
 
 def test_data_that_cannot_be_had(evaluate, toys, tmp_path):
     shutil.copy(toys / 'choice.yaml', tmp_path)
-    text = (tmp_path / 'choice.yaml').read_text().replace('docs.jsonl', 'missing.jsonl').replace('toy_choice', 'toy_missing')
+    text = (
+        (tmp_path / 'choice.yaml')
+        .read_text()
+        .replace('docs.jsonl', 'missing.jsonl')
+        .replace('toy_choice', 'toy_missing')
+    )
     (tmp_path / 'choice.yaml').write_text(text)
     code, told, _, _ = evaluate(tasks='toy_missing', include_path=tmp_path)
     assert code == 2 and 'toy_missing' in told and 'missing.jsonl' in told

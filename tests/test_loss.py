@@ -1,4 +1,5 @@
-"""The chunked head and cross-entropy against torch's own on full logits: value and both gradients."""
+"""The chunked head and cross-entropy against torch's own on full logits: value and both
+gradients."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from loss import linear_cross_entropy
 N, C, V = 37, 8, 19
 
 
-@pytest.fixture(params=[1, 5 * V, 2 ** 25], ids=['row-by-row', 'five-rows', 'at-once'])
+@pytest.fixture(params=[1, 5 * V, 2**25], ids=['row-by-row', 'five-rows', 'at-once'])
 def chunk(request, monkeypatch):
     monkeypatch.setattr(loss, 'CHUNK', request.param)
 
@@ -18,7 +19,10 @@ def chunk(request, monkeypatch):
 def problem(dtype=torch.float64, ignored=0.3, seed=0):
     """States, head and targets, of which a share is -1."""
     g = torch.Generator().manual_seed(seed)
-    x, w = (torch.randn(rows, C, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for rows in (N, V))
+    x, w = (
+        torch.randn(rows, C, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for rows in (N, V)
+    )
     targets = torch.randint(V, (N,), generator=g)
     targets[torch.rand(N, generator=g) < ignored] = -1
     return x, w, targets
@@ -30,7 +34,9 @@ def full(x, w, targets):
 
 def value_and_gradients(f, x, w, targets, factor=1.0):
     value = f(x, w, targets)
-    return value.detach(), *torch.autograd.grad(value * factor, [t for t in (x, w) if t.requires_grad])
+    return value.detach(), *torch.autograd.grad(
+        value * factor, [t for t in (x, w) if t.requires_grad]
+    )
 
 
 def assert_close(got, expected, tolerance):
@@ -39,8 +45,9 @@ def assert_close(got, expected, tolerance):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 2e-6)],
-                         ids=['float64', 'float32'])
+@pytest.mark.parametrize(
+    'dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=['float64', 'float32']
+)
 @pytest.mark.parametrize('ignored', [0.0, 0.3], ids=['all-counted', 'some-ignored'])
 def test_equals_cross_entropy_of_full_logits(chunk, dtype, tolerance, ignored):
     x, w, targets = problem(dtype, ignored)
@@ -54,7 +61,8 @@ def test_one_counted_target_is_enough(chunk):
     targets[:], targets[20] = -1, 3
     got = value_and_gradients(linear_cross_entropy, x, w, targets)
     assert_close(got, value_and_gradients(full, x, w, targets), 1e-12)
-    assert got[1].count_nonzero(dim=1).nonzero().flatten().tolist() == [20]  # ignored positions get no gradient
+    # ignored positions get no gradient
+    assert got[1].count_nonzero(dim=1).nonzero().flatten().tolist() == [20]
 
 
 def test_large_logits_do_not_overflow(chunk):
@@ -77,8 +85,11 @@ def test_value_without_gradients(chunk):
 def test_one_side_without_gradient(chunk, frozen):
     x, w, targets = problem()
     {'x': x, 'w': w}[frozen].requires_grad_(False)
-    assert_close(value_and_gradients(linear_cross_entropy, x, w, targets), value_and_gradients(full, x, w, targets),
-                 1e-12)
+    assert_close(
+        value_and_gradients(linear_cross_entropy, x, w, targets),
+        value_and_gradients(full, x, w, targets),
+        1e-12,
+    )
 
 
 def test_inputs_are_left_as_they_were(chunk):
@@ -107,7 +118,8 @@ def test_bfloat16_autocast(chunk):
 
 
 def test_bfloat16_states_of_an_autocast_trunk(chunk):
-    """Under autocast the last LayerNorm may hand over bfloat16; the gradient goes back in that type."""
+    """Under autocast the last LayerNorm may hand over bfloat16; the gradient goes back in that
+    type."""
     x, w, targets = problem(torch.float32)
     x = x.detach().bfloat16().requires_grad_()
     with torch.autocast('cpu', torch.bfloat16):
@@ -121,5 +133,9 @@ def test_compiled(monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend='aot_eager', fullgraph=True)
     x, w, targets = problem()
-    assert_close(value_and_gradients(compiled, x, w, targets), value_and_gradients(full, x, w, targets), 1e-12)
+    assert_close(
+        value_and_gradients(compiled, x, w, targets),
+        value_and_gradients(full, x, w, targets),
+        1e-12,
+    )
     torch._dynamo.reset()

@@ -1,4 +1,5 @@
 """metrics.jsonl: every record once, whatever the disk does; spikes and units in it."""
+
 import builtins
 import errno
 import importlib.machinery
@@ -44,7 +45,7 @@ class HalfAFile:
         return getattr(self.file, name)
 
     def write(self, data):
-        self.file.write(data[:len(data) // 2])
+        self.file.write(data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -59,6 +60,7 @@ def test_records_wait_for_room(tmp_path, monkeypatch, capsys, fails, half):
         if half:
             return HalfAFile(builtins.open(*args))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(metrics, 'open', full, raising=False)
     for now[0] in range(1, 9):
         run.write({'step': now[0]})
@@ -76,7 +78,11 @@ def test_a_record_that_vanished_begins_again_with_the_configuration(tmp_path, ca
     (tmp_path / 'run').mkdir()  # as the next checkpoint does
     run.write({'step': 3})
     assert 'VANISHED' in capsys.readouterr().err
-    assert [(record['step'], 'config' in record) for record in records(tmp_path / 'run')] == [(0, True), (2, False), (3, False)]
+    assert [(record['step'], 'config' in record) for record in records(tmp_path / 'run')] == [
+        (0, True),
+        (2, False),
+        (3, False),
+    ]
     assert [record['step'] for record in records(tmp_path / 'moved')] == [0, 1]
 
 
@@ -97,6 +103,7 @@ def test_a_record_that_cannot_be_written_at_the_start_is_a_users_mistake(tmp_pat
 
 
 # spikes
+
 
 def losses(count=200, spikes=(), seed=3):
     """A falling, noisy curve with jumps of 0.5 at some places."""
@@ -133,9 +140,14 @@ def test_a_new_plateau_soon_is_none_either(tmp_path):
     assert 100 in spikes_of(tmp_path) and max(spikes_of(tmp_path)) < 110
 
 
-@pytest.mark.parametrize('stops', [[3], [9, 10], [95], [120, 149, 151], list(range(1, 199))], ids=lambda stops: f'{len(stops)} stops from {stops[0]}')
+@pytest.mark.parametrize(
+    'stops',
+    [[3], [9, 10], [95], [120, 149, 151], list(range(1, 199))],
+    ids=lambda stops: f'{len(stops)} stops from {stops[0]}',
+)
 def test_a_resumed_run_marks_the_same_spikes(tmp_path, stops):
-    """They depend on the losses before, which are read from the file: nothing else has to be remembered."""
+    """They depend on the losses before, which are read from the file: nothing else has to be
+    remembered."""
     curve = losses(spikes={12, 90, 100, 150})
     for name, resumes in (('whole', []), ('resumed', stops)):
         (tmp_path / name).mkdir()
@@ -145,36 +157,65 @@ def test_a_resumed_run_marks_the_same_spikes(tmp_path, stops):
             if step in resumes:
                 run.write({'step': step + 1, 'loss': 99.0})  # of a step that no checkpoint holds
                 run = record_of_run(tmp_path / name, step)
-    whole, resumed = ([record for record in records(tmp_path / name) if 'loss' in record] for name in ('whole', 'resumed'))
+    whole, resumed = (
+        [record for record in records(tmp_path / name) if 'loss' in record]
+        for name in ('whole', 'resumed')
+    )
     assert whole == resumed and len(spikes_of(tmp_path / 'whole')) >= 3
 
 
 # units
 
+
 def test_units_of_a_validation_loss():
     meta = {'tokenizer': {'kind': 'gpt2'}, 'tokens': {'train': 1, 'val': 100}}
     assert other_units(math.log(8), meta) == {'val_perplexity': pytest.approx(8)}
     assert other_units(math.log(8), meta | {'bytes': {'train': 1, 'val': 400}}) == {
-        'val_perplexity': pytest.approx(8), 'val_bits_per_byte': pytest.approx(0.75)}
+        'val_perplexity': pytest.approx(8),
+        'val_bits_per_byte': pytest.approx(0.75),
+    }
     assert other_units(math.log(8), meta | {'tokenizer': {'kind': 'char', 'chars': ['a']}}) == {
-        'val_perplexity': pytest.approx(8), 'val_bits_per_char': pytest.approx(3)}
-    assert other_units(math.log(8), meta | {'bytes': {'train': 1, 'val': 0}}).keys() == {'val_perplexity'}
-    assert other_units(1e9, meta)['val_perplexity'] < math.inf and math.isnan(other_units(math.nan, meta)['val_perplexity'])
+        'val_perplexity': pytest.approx(8),
+        'val_bits_per_char': pytest.approx(3),
+    }
+    assert other_units(math.log(8), meta | {'bytes': {'train': 1, 'val': 0}}).keys() == {
+        'val_perplexity'
+    }
+    assert other_units(1e9, meta)['val_perplexity'] < math.inf and math.isnan(
+        other_units(math.nan, meta)['val_perplexity']
+    )
 
 
 TEXT = 'naïve 漢字 and <|endoftext|> 🙂 in plain text,\n   twice \u200b  over. '
 
 
-@pytest.mark.parametrize('tokens', [CharTokenizer(sorted(set(TEXT))), GPT2Tokenizer()], ids=['char', 'gpt2'])
+@pytest.mark.parametrize(
+    'tokens', [CharTokenizer(sorted(set(TEXT))), GPT2Tokenizer()], ids=['char', 'gpt2']
+)
 def test_meta_counts_the_bytes_of_the_text(tmp_path, tokens):
     pieces = [('train', TEXT * 3, True), ('val', TEXT, True), ('train', TEXT, True)]
-    assert writer.write(tmp_path, tokens, pieces, {})['bytes'] == {'train': 4 * len(TEXT.encode()), 'val': len(TEXT.encode())}
+    assert writer.write(tmp_path, tokens, pieces, {})['bytes'] == {
+        'train': 4 * len(TEXT.encode()),
+        'val': len(TEXT.encode()),
+    }
     assert read_meta(tmp_path)['bytes']['val'] == len(TEXT.encode())
     assert len(tokens.byte_lengths) == tokens.vocab_size
 
 
-@pytest.mark.parametrize('value', [3, None, {}, {'train': 1}, {'train': 1, 'val': -1}, {'train': 1, 'val': 1.5}, {'train': 1, 'val': True},
-                                   {'train': 1, 'val': 2**60}], ids=str)
+@pytest.mark.parametrize(
+    'value',
+    [
+        3,
+        None,
+        {},
+        {'train': 1},
+        {'train': 1, 'val': -1},
+        {'train': 1, 'val': 1.5},
+        {'train': 1, 'val': True},
+        {'train': 1, 'val': 2**60},
+    ],
+    ids=str,
+)
 def test_a_wrong_count_of_bytes_is_refused(data_folder, tmp_path, value):
     meta = json.loads((data_folder / 'meta.json').read_text()) | {'bytes': value}
     (tmp_path / 'meta.json').write_text(json.dumps(meta))
@@ -191,16 +232,26 @@ def test_evaluation_records_carry_them(finished):
 
 # Weights & Biases
 
+
 def test_a_resumed_run_goes_on_under_its_name_at_wandb(data_folder, tmp_path, monkeypatch):
     started, logged, fake = [], [], types.ModuleType('wandb')
     fake.__spec__ = importlib.machinery.ModuleSpec('wandb', None)
 
     def init(**options):
         started.append(options)
-        return types.SimpleNamespace(id=options['id'] or 'abc', log=lambda record, step: logged.append(step))
+        return types.SimpleNamespace(
+            id=options['id'] or 'abc', log=lambda record, step: logged.append(step)
+        )
+
     fake.init = init
     monkeypatch.setitem(sys.modules, 'wandb', fake)
-    assert train(data_folder, tmp_path, max_iters=2, wandb_log=True).code == 0 and read(tmp_path / 'ckpt.pt')['wandb_id'] == 'abc'
+    assert (
+        train(data_folder, tmp_path, max_iters=2, wandb_log=True).code == 0
+        and read(tmp_path / 'ckpt.pt')['wandb_id'] == 'abc'
+    )
     assert train(data_folder, tmp_path, max_iters=4, wandb_log=True, init_from='resume').code == 0
-    assert [(options['id'], options['resume']) for options in started] == [(None, 'allow'), ('abc', 'allow')]
+    assert [(options['id'], options['resume']) for options in started] == [
+        (None, 'allow'),
+        ('abc', 'allow'),
+    ]
     assert read(tmp_path / 'ckpt.pt')['wandb_id'] == 'abc' and sorted(set(logged)) == [1, 2, 3, 4]

@@ -1,4 +1,5 @@
-"""Which optimizer gets which parameter, at what rate and decay; the schedule; Muon on fused and split projections."""
+"""Which optimizer gets which parameter, at what rate and decay; the schedule; Muon on fused and
+split projections."""
 
 import math
 import re
@@ -12,7 +13,11 @@ from conftest import fresh, perturb, tokens
 from optim import configure_optimizer, describe, lr_multiplier, route
 from train import TrainConfig
 
-OPTIMIZERS = [dict(optimizer='adamw'), dict(optimizer='muon'), dict(optimizer='muon', muon_qkv='split')]
+OPTIMIZERS = [
+    dict(optimizer='adamw'),
+    dict(optimizer='muon'),
+    dict(optimizer='muon', muon_qkv='split'),
+]
 IDS = ['adamw', 'muon', 'muon-split']
 
 
@@ -45,13 +50,16 @@ def kind_by_name(name):
 
 # routing
 
+
 def test_every_parameter_has_exactly_one_kind(variant):
     model = fresh(**variant)
     kinds = route(model)
     names = [name for params in kinds.values() for name in params]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())  # a tied head is listed once there
-    assert {name: kind for kind, params in kinds.items() for name in params} == {name: kind_by_name(name)
-                                                                                 for name in names}
+    # a tied head is listed once there
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert {name: kind for kind, params in kinds.items() for name in params} == {
+        name: kind_by_name(name) for name in names
+    }
     everything = dict(model.named_parameters())
     assert all(p is everything[name] for params in kinds.values() for name, p in params.items())
 
@@ -66,10 +74,18 @@ def test_the_optimizer_holds_every_parameter_once(update, options):
 @pytest.mark.parametrize('options', OPTIMIZERS[1:], ids=IDS[1:])
 def test_muon_gets_only_the_matrices_inside_layers(update, options):
     _, optimizer = made(update, **options)
-    muon = {optimizer.names[p] for one in optimizer.optimizers if isinstance(one, torch.optim.Muon)
-            for group in one.param_groups for p in group['params']}
-    assert muon == {f'transformer.h.{i}.{name}.weight' for i in (0, 1)
-                    for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}
+    muon = {
+        optimizer.names[p]
+        for one in optimizer.optimizers
+        if isinstance(one, torch.optim.Muon)
+        for group in one.param_groups
+        for p in group['params']
+    }
+    assert muon == {
+        f'transformer.h.{i}.{name}.weight'
+        for i in (0, 1)
+        for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
+    }
 
 
 def test_a_module_type_without_a_rule_is_named():
@@ -85,24 +101,37 @@ def test_a_module_type_without_a_rule_is_named():
 
 @pytest.mark.parametrize('options', OPTIMIZERS, ids=IDS)
 def test_rate_and_decay_by_kind(update, options):
-    """Section 3 of the papers' recipes: matrices to Muon without decay; decay on embeddings only; scalars at 5x."""
+    """Section 3 of the papers' recipes: matrices to Muon without decay; decay on embeddings only;
+    scalars at 5x."""
     is_muon = options['optimizer'] == 'muon'
-    settings = dict(learning_rate=1e-3, weight_decay=0.1, **options) | (dict(muon_lr=0.02) if is_muon else {})
+    settings = dict(learning_rate=1e-3, weight_decay=0.1, **options) | (
+        dict(muon_lr=0.02) if is_muon else {}
+    )
     _, optimizer = made(update, **settings)
-    table = {'matrices': (0.02, 0.0) if is_muon else (1e-3, 0.1), 'embeddings': (1e-3, 0.1), 'norms': (1e-3, 0.0),
-             'scalars': (5e-3, 0.0), 'scales': (1e-3, 0.0)}
+    table = {
+        'matrices': (0.02, 0.0) if is_muon else (1e-3, 0.1),
+        'embeddings': (1e-3, 0.1),
+        'norms': (1e-3, 0.0),
+        'scalars': (5e-3, 0.0),
+        'scales': (1e-3, 0.0),
+    }
     seen = set()
     for one in optimizer.optimizers:
         for group in one.param_groups:
             for p in group['params']:
                 kind = kind_by_name(optimizer.names[p])
                 seen.add(kind)
-                assert (group['lr'], group['weight_decay']) == pytest.approx(table[kind]), optimizer.names[p]
+                assert (group['lr'], group['weight_decay']) == pytest.approx(table[kind]), (
+                    optimizer.names[p]
+                )
             if isinstance(one, torch.optim.AdamW):
                 assert group['betas'] == (0.9, 0.95)
             else:
-                assert (group['momentum'], group['nesterov'], group['adjust_lr_fn'] or 'original') == (0.95, True,
-                                                                                                       'original')
+                assert (
+                    group['momentum'],
+                    group['nesterov'],
+                    group['adjust_lr_fn'] or 'original',
+                ) == (0.95, True, 'original')
     assert seen == set(route(fresh(update=update)))
 
 
@@ -116,33 +145,65 @@ def test_the_table_lists_every_tensor(update):
     model, optimizer = made(update, optimizer='muon')
     lines = describe(optimizer).splitlines()
     assert sum(int(line.split()[-1]) for line in lines[1:]) == len(list(model.parameters()))
-    assert any('wte' in line and 'AdamW' in line for line in lines) and any('c_attn' in line and 'Muon' in line
-                                                                            for line in lines)
+    assert any('wte' in line and 'AdamW' in line for line in lines) and any(
+        'c_attn' in line and 'Muon' in line for line in lines
+    )
 
 
 # schedule
+
 
 def table(**options):
     cfg = resolved(learning_rate=1.0, **options)
     return lambda step: lr_multiplier(step, cfg)
 
 
-@pytest.mark.parametrize('options, expected', [
-    (dict(max_iters=100, warmup_iters=10, min_lr=0.1),
-     {0: 1 / 11, 4: 5 / 11, 9: 10 / 11, 10: 1.0, 55: 0.55, 100: 0.1, 101: 0.1, 10**6: 0.1}),
-    (dict(max_iters=100, warmup_iters=0, min_lr=0.0),
-     {0: 1.0, 25: 0.5 + 0.5 * math.cos(math.pi / 4), 50: 0.5, 100: 0.0}),
-    (dict(max_iters=100, warmup_iters=10, min_lr=0.1, lr_decay_iters=50), {10: 1.0, 30: 0.55, 50: 0.1, 99: 0.1}),
-    (dict(max_iters=100, decay_lr=False), {0: 1.0, 10: 1.0, 99: 1.0, 1000: 1.0}),
-    (dict(max_iters=100, warmup_iters=10, min_lr=0.1, schedule='wsd'),
-     {0: 1 / 11, 10: 1.0, 80: 1.0, 90: 0.55, 99: 0.145, 100: 0.1, 500: 0.1}),
-    (dict(max_iters=100, warmup_iters=10, min_lr=0.0, schedule='wsd', wsd_decay=0.5), {50: 1.0, 75: 0.5, 100: 0.0}),
-    (dict(max_iters=100, warmup_iters=90, min_lr=0.0, schedule='wsd', wsd_decay=0.5),
-     {89: 90 / 91, 90: 1.0, 95: 0.5, 100: 0.0}),
-    (dict(max_iters=10, warmup_iters=20, min_lr=0.1), {0: 1 / 21, 9: 10 / 21, 19: 20 / 21, 20: 1.0, 21: 0.1}),
-    (dict(max_iters=0), {0: 1.0, 1: 0.1}),
-], ids=['cosine', 'cosine-ngpt', 'lr_decay_iters', 'no-decay', 'wsd', 'wsd-half', 'wsd-after-warmup',
-        'warmup-longer-than-run', 'empty'])
+@pytest.mark.parametrize(
+    'options, expected',
+    [
+        (
+            dict(max_iters=100, warmup_iters=10, min_lr=0.1),
+            {0: 1 / 11, 4: 5 / 11, 9: 10 / 11, 10: 1.0, 55: 0.55, 100: 0.1, 101: 0.1, 10**6: 0.1},
+        ),
+        (
+            dict(max_iters=100, warmup_iters=0, min_lr=0.0),
+            {0: 1.0, 25: 0.5 + 0.5 * math.cos(math.pi / 4), 50: 0.5, 100: 0.0},
+        ),
+        (
+            dict(max_iters=100, warmup_iters=10, min_lr=0.1, lr_decay_iters=50),
+            {10: 1.0, 30: 0.55, 50: 0.1, 99: 0.1},
+        ),
+        (dict(max_iters=100, decay_lr=False), {0: 1.0, 10: 1.0, 99: 1.0, 1000: 1.0}),
+        (
+            dict(max_iters=100, warmup_iters=10, min_lr=0.1, schedule='wsd'),
+            {0: 1 / 11, 10: 1.0, 80: 1.0, 90: 0.55, 99: 0.145, 100: 0.1, 500: 0.1},
+        ),
+        (
+            dict(max_iters=100, warmup_iters=10, min_lr=0.0, schedule='wsd', wsd_decay=0.5),
+            {50: 1.0, 75: 0.5, 100: 0.0},
+        ),
+        (
+            dict(max_iters=100, warmup_iters=90, min_lr=0.0, schedule='wsd', wsd_decay=0.5),
+            {89: 90 / 91, 90: 1.0, 95: 0.5, 100: 0.0},
+        ),
+        (
+            dict(max_iters=10, warmup_iters=20, min_lr=0.1),
+            {0: 1 / 21, 9: 10 / 21, 19: 20 / 21, 20: 1.0, 21: 0.1},
+        ),
+        (dict(max_iters=0), {0: 1.0, 1: 0.1}),
+    ],
+    ids=[
+        'cosine',
+        'cosine-ngpt',
+        'lr_decay_iters',
+        'no-decay',
+        'wsd',
+        'wsd-half',
+        'wsd-after-warmup',
+        'warmup-longer-than-run',
+        'empty',
+    ],
+)
 def test_schedule_table(options, expected):
     schedule = table(**options)
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-12)
@@ -166,10 +227,13 @@ def test_the_schedule_reaches_every_group(update, options):
         optimizer.set_lr(multiplier)
         rates = [group['lr'] for one in optimizer.optimizers for group in one.param_groups]
         assert rates == pytest.approx([peak * multiplier for peak in peaks])
-    assert optimizer.lr()['embeddings'] == pytest.approx(1.5e-4 if SCHEMES[update][0].normalized else 6e-5)
+    assert optimizer.lr()['embeddings'] == pytest.approx(
+        1.5e-4 if SCHEMES[update][0].normalized else 6e-5
+    )
 
 
 # steps
+
 
 @pytest.mark.parametrize('options', OPTIMIZERS, ids=IDS)
 def test_every_parameter_moves_at_the_first_step(update, options):
@@ -179,24 +243,38 @@ def test_every_parameter_moves_at_the_first_step(update, options):
     backward(model)
     optimizer.step()
     unmoved = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
-    no_gradient = {f'transformer.h.0.update_attn.{name}.raw' for name in ('mu', 'beta')}  # of the first step if V_0 = 0
+    # of the first step if V_0 = 0
+    no_gradient = {f'transformer.h.0.update_attn.{name}.raw' for name in ('mu', 'beta')}
     assert unmoved == (no_gradient if model.cfg.velocity_init == 'zero' else set())
 
 
 @pytest.mark.parametrize('qkv, parts', [('fused', 1), ('split', 3)])
 def test_muon_equals_torchs_bitwise(qkv, parts):
-    """In torch's own precision, bfloat16; split: q, k and v as three matrices of three optimizers."""
+    """In torch's own precision, bfloat16; split: q, k and v as three matrices of three
+    optimizers."""
     options = dict(lr=0.03, momentum=0.95, nesterov=True, weight_decay=0.2)
-    model, optimizer = made('lt_nag', torch.bfloat16, optimizer='muon', muon_qkv=qkv, muon_lr=0.03,
-                            muon_weight_decay=0.2)
+    model, optimizer = made(
+        'lt_nag',
+        torch.bfloat16,
+        optimizer='muon',
+        muon_qkv=qkv,
+        muon_lr=0.03,
+        muon_weight_decay=0.2,
+    )
     block = model.transformer.h[0]
-    for matrix, n in ((block.attn.c_attn.weight, parts), (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1)):
+    for matrix, n in (
+        (block.attn.c_attn.weight, parts),
+        (block.mlp.c_fc.weight, 1),
+        (block.mlp.c_proj.weight, 1),
+    ):
         matrix.expected = [nn.Parameter(part.clone()) for part in matrix.detach().chunk(n)]
         matrix.muons = [torch.optim.Muon([part], **options) for part in matrix.expected]
     for step in range(4):
         backward(model, seed=step)
         for matrix in (block.attn.c_attn.weight, block.mlp.c_fc.weight, block.mlp.c_proj.weight):
-            for part, grad, one in zip(matrix.expected, matrix.grad.chunk(len(matrix.expected)), matrix.muons):
+            for part, grad, one in zip(
+                matrix.expected, matrix.grad.chunk(len(matrix.expected)), matrix.muons
+            ):
                 part.grad = grad.clone()
                 one.step()
         optimizer.step()
@@ -230,14 +308,26 @@ def test_fused_muon_takes_qkv_as_one_matrix():
 
 @pytest.mark.parametrize('qkv', ['fused', 'split'])
 def test_decay_alone_shrinks_by_exactly_its_factor(qkv):
-    model, optimizer = made('lt_nag', optimizer='muon', muon_qkv=qkv, muon_lr=0.1, muon_weight_decay=0.5,
-                            learning_rate=0.01,
-                            weight_decay=0.25)
+    model, optimizer = made(
+        'lt_nag',
+        optimizer='muon',
+        muon_qkv=qkv,
+        muon_lr=0.1,
+        muon_weight_decay=0.5,
+        learning_rate=0.01,
+        weight_decay=0.25,
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    factor = {'matrices': 1 - 0.1 * 0.5, 'embeddings': 1 - 0.01 * 0.25, 'norms': 1.0, 'scalars': 1.0, 'scales': 1.0}
+    factor = {
+        'matrices': 1 - 0.1 * 0.5,
+        'embeddings': 1 - 0.01 * 0.25,
+        'norms': 1.0,
+        'scalars': 1.0,
+        'scales': 1.0,
+    }
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name] * factor[kind_by_name(name)]), name
 
@@ -254,11 +344,16 @@ def test_muon_leaves_a_parameter_without_gradient_alone(qkv):
 
 
 def test_muon_update_size_by_shape():
-    """Muon's `original` scale: an orthogonal update (RMS 1 / sqrt(longer side)) x lr sqrt(max(1, rows / columns))."""
+    """Muon's `original` scale: an orthogonal update (RMS 1 / sqrt(longer side)) x lr sqrt(max(1,
+    rows / columns))."""
     model = perturb(fresh(update='gd', n_embd=32))
     optimizer = configure_optimizer(model, resolved(optimizer='muon', muon_lr=0.01))
     block = model.transformer.h[0]
-    matrices = {'tall': block.mlp.c_fc.weight, 'wide': block.mlp.c_proj.weight, 'square': block.attn.c_proj.weight}
+    matrices = {
+        'tall': block.mlp.c_fc.weight,
+        'wide': block.mlp.c_proj.weight,
+        'square': block.attn.c_proj.weight,
+    }
     before = {name: w.detach().clone() for name, w in matrices.items()}
     generator = torch.Generator().manual_seed(5)
     for p in model.parameters():
@@ -285,6 +380,7 @@ def test_every_step_ends_on_the_sphere(update, options):
 
 
 # state
+
 
 @pytest.mark.parametrize('options', OPTIMIZERS, ids=IDS)
 def test_state_round_trip_gives_the_same_next_step(update, options, tmp_path):

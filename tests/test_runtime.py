@@ -1,4 +1,6 @@
-"""runtime.py: which device, which precision, which process this is; what happens where nothing can be compiled."""
+"""runtime.py: which device, which precision, which process this is; what happens where nothing can
+be compiled."""
+
 import itertools
 import platform
 import subprocess
@@ -19,7 +21,9 @@ DEVICES = ('cuda', 'mps', 'cpu')
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one with exactly the devices named, and with bfloat16 on those of `bfloat16`."""
+    """Makes this machine one with exactly the devices named, and with bfloat16 on those of
+    `bfloat16`."""
+
     def make(*devices, bfloat16=()):
         empty = torch.empty
 
@@ -27,16 +31,22 @@ def machine(monkeypatch):
             if torch.device(device).type not in (*devices, 'cpu'):
                 raise RuntimeError(f'no {device} here')
             return empty(*size)
+
         monkeypatch.setattr(torch, 'empty', on_device)
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: 'cuda' in devices)
         monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: 'mps' in devices)
         monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
-        monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: 'cuda' in bfloat16)
+        monkeypatch.setattr(
+            torch.cuda, 'is_bf16_supported', lambda including_emulation: 'cuda' in bfloat16
+        )
         monkeypatch.setattr(runtime, 'cpu_features', lambda: {'avx512_bf16': 'cpu' in bfloat16})
+
     return make
 
 
-@pytest.mark.parametrize('devices, chosen', [(('cuda', 'mps'), 'cuda'), (('mps',), 'mps'), ((), 'cpu')])
+@pytest.mark.parametrize(
+    'devices, chosen', [(('cuda', 'mps'), 'cuda'), (('mps',), 'mps'), ((), 'cpu')]
+)
 def test_the_fastest_device_there_is_is_taken(machine, devices, chosen):
     machine(*devices)
     assert runtime.start().device.type == chosen
@@ -60,7 +70,15 @@ def test_the_precision_is_one_that_the_chosen_device_is_good_at(machine, device,
 def test_a_run_on_the_cpu_never_asks_for_a_gpu(monkeypatch):
     def touched(*args, **kwargs):
         raise AssertionError('asked for CUDA')
-    for name in ('is_available', 'is_bf16_supported', 'set_device', 'get_device_name', 'current_device', 'init'):
+
+    for name in (
+        'is_available',
+        'is_bf16_supported',
+        'set_device',
+        'get_device_name',
+        'current_device',
+        'init',
+    ):
         monkeypatch.setattr(torch.cuda, name, touched)
     rt = runtime.start('cpu')
     rt.synchronize()
@@ -81,13 +99,18 @@ def test_importing_a_script_touches_no_device():
 
 # processes
 
+
 @pytest.mark.parametrize('nodes, per_node', [(1, 1), (1, 8), (2, 1), (2, 4), (4, 8)])
 def test_processes_are_counted_over_all_nodes(machine, nodes, per_node, monkeypatch):
     """Work is divided by WORLD_SIZE; only the GPU is chosen by the place within the node."""
     machine('cuda')
     groups = []
     monkeypatch.setattr(runtime, 'fresh_store', lambda rank, world_size: None)
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, **kwargs: groups.append((backend, kwargs['device_id'])))
+    monkeypatch.setattr(
+        torch.distributed,
+        'init_process_group',
+        lambda backend, **kwargs: groups.append((backend, kwargs['device_id'])),
+    )
     monkeypatch.setenv('WORLD_SIZE', str(nodes * per_node))
     monkeypatch.setenv('LOCAL_WORLD_SIZE', str(per_node))
     for rank in range(nodes * per_node):
@@ -95,14 +118,18 @@ def test_processes_are_counted_over_all_nodes(machine, nodes, per_node, monkeypa
         monkeypatch.setenv('LOCAL_RANK', str(rank % per_node))
         rt = runtime.start()
         assert (rt.rank, rt.world_size) == (rank, nodes * per_node) == runtime.world()
-        assert groups.pop() == ('nccl', torch.device('cuda', rank % per_node)) == ('nccl', rt.device)
+        assert (
+            groups.pop() == ('nccl', torch.device('cuda', rank % per_node)) == ('nccl', rt.device)
+        )
 
 
 def test_processes_without_gpus_speak_gloo(machine, monkeypatch):
     machine()
     backends = []
     monkeypatch.setattr(runtime, 'fresh_store', lambda rank, world_size: None)
-    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend, **kwargs: backends.append(backend))
+    monkeypatch.setattr(
+        torch.distributed, 'init_process_group', lambda backend, **kwargs: backends.append(backend)
+    )
     monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('RANK', '1')
     assert runtime.start().world_size == 2 and backends == ['gloo']
@@ -112,6 +139,7 @@ def test_processes_without_gpus_speak_gloo(machine, monkeypatch):
 
 # compiled code
 
+
 @pytest.fixture
 def compiled(monkeypatch):
     """The models whose compile() was called."""
@@ -120,14 +148,25 @@ def compiled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize('mode, device, tried', [('auto', 'cuda', True), ('auto', 'mps', False), ('auto', 'cpu', False),
-                                                 ('True', 'cpu', True), ('False', 'cuda', False)])
+@pytest.mark.parametrize(
+    'mode, device, tried',
+    [
+        ('auto', 'cuda', True),
+        ('auto', 'mps', False),
+        ('auto', 'cpu', False),
+        ('True', 'cpu', True),
+        ('False', 'cuda', False),
+    ],
+)
 def test_auto_compiles_on_cuda_only(mode, device, tried, compiled, monkeypatch):
     probes = []
     monkeypatch.setattr(torch, 'compile', lambda function: probes.append(function) or (lambda x: x))
     monkeypatch.setattr(torch, 'ones', lambda *size, device: None)
     model = torch.nn.Linear(2, 2)
-    assert runtime.compile_model(model, mode, runtime.Runtime(torch.device(device), torch.float32)) == tried
+    assert (
+        runtime.compile_model(model, mode, runtime.Runtime(torch.device(device), torch.float32))
+        == tried
+    )
     assert len(probes) == tried and compiled == [model] * tried
 
 
@@ -135,6 +174,7 @@ def test_auto_compiles_on_cuda_only(mode, device, tried, compiled, monkeypatch):
 def test_without_a_compiler_one_warning_and_no_compiled_code(mode, compiled, monkeypatch, capsys):
     """The real failure, not a made-up one: a C++ compiler that is not there."""
     from torch._inductor import config
+
     torch._dynamo.reset()
     rt = runtime.Runtime(torch.device('cpu'), torch.float32)
     if mode == 'auto':  # as on a GPU: there it tries
@@ -143,7 +183,9 @@ def test_without_a_compiler_one_warning_and_no_compiled_code(mode, compiled, mon
     with config.patch({'cpp.cxx': (None, '/no/such/compiler')}):
         assert not runtime.compile_model(torch.nn.Linear(2, 2), mode, rt)
     told = capsys.readouterr().out
-    assert told.count('\n') == 1 and told.startswith(f'warning: compile={mode}: no working compiler here, going on without')
+    assert told.count('\n') == 1 and told.startswith(
+        f'warning: compile={mode}: no working compiler here, going on without'
+    )
     assert compiled == []
     other = runtime.Runtime(torch.device('cpu'), torch.float32, rank=1, world_size=2)
     with config.patch({'cpp.cxx': (None, '/no/such/compiler')}):
@@ -153,8 +195,18 @@ def test_without_a_compiler_one_warning_and_no_compiled_code(mode, compiled, mon
 
 # speed
 
-@pytest.mark.parametrize('name, peak', [('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA A100-SXM4-80GB', 312e12),
-                                        ('NVIDIA L4', 121e12), ('NVIDIA L40S', 362e12), ('NVIDIA GeForce GTX 1080', None)])
+
+@pytest.mark.parametrize(
+    'name, peak',
+    [
+        ('NVIDIA H100 80GB HBM3', 989e12),
+        ('NVIDIA H100 PCIe', 756e12),
+        ('NVIDIA A100-SXM4-80GB', 312e12),
+        ('NVIDIA L4', 121e12),
+        ('NVIDIA L40S', 362e12),
+        ('NVIDIA GeForce GTX 1080', None),
+    ],
+)
 def test_peak_speed_is_the_devices_own_or_unknown(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
     assert runtime.Runtime(torch.device('cuda'), torch.bfloat16).peak_flops() == peak
@@ -163,8 +215,10 @@ def test_peak_speed_is_the_devices_own_or_unknown(name, peak, monkeypatch):
 
 # ---- a restart ------------------------------------------------------------------------------------------------------------
 
+
 def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
-    """torchrun hands out the same store again. The successors' ranks start in any order, with stale answers and prefixes in it."""
+    """torchrun hands out the same store again. The successors' ranks start in any order, with stale
+    answers and prefixes in it."""
     store = dist.HashStore()
     store.set('start', 'a start whose rank 0 died at once')
     monkeypatch.setattr(runtime, 'rendezvous', lambda url: iter([(store, 0, 0)]))
@@ -175,6 +229,7 @@ def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
             mine = runtime.fresh_store(rank, 3)
             mine.set(f'address of {rank}', f'{rank} {order}')
             found[rank] = [mine.get(f'address of {other}').decode() for other in range(3)]
+
         threads = []
         for rank in order:
             threads.append(threading.Thread(target=start, args=(rank,), daemon=True))
@@ -187,10 +242,12 @@ def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
 
 # ---- memory ---------------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='it is glibc that is told to')
 def test_freed_memory_serves_the_next_tensors():
-    """Tensors of 64 MiB after another: not each has to have its 16,384 pages cleared by the system."""
-    program = '''import resource, runtime, sys, torch
+    """Tensors of 64 MiB after another: not each has to have its 16,384 pages cleared by the
+    system."""
+    program = """import resource, runtime, sys, torch
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def cleared(i):
@@ -199,7 +256,17 @@ def cleared(i):
     return faults() - before
 if len(sys.argv) == 1:
     runtime.start('cpu')
-print(min(cleared(i) for i in range(30)))'''
-    kept, given_back = (int(subprocess.run([sys.executable, '-c', program, *more], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout)
-                        for more in ([], ['unasked']))
+print(min(cleared(i) for i in range(30)))"""
+    kept, given_back = (
+        int(
+            subprocess.run(
+                [sys.executable, '-c', program, *more],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            ).stdout
+        )
+        for more in ([], ['unasked'])
+    )
     assert kept < 100 and given_back > 10000

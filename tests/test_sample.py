@@ -17,8 +17,17 @@ def run_folder(tmp_path_factory):
     """A run that learned the alphabet, its data folder deleted."""
     folder = tmp_path_factory.mktemp('sample')
     write_data(folder / 'data')
-    assert train(folder / 'data', folder / 'out', max_iters=60, optimizer='adamw', learning_rate=0.03,
-                 eval_interval=30).code == 0
+    assert (
+        train(
+            folder / 'data',
+            folder / 'out',
+            max_iters=60,
+            optimizer='adamw',
+            learning_rate=0.03,
+            eval_interval=30,
+        ).code
+        == 0
+    )
     shutil.rmtree(folder / 'data')
     return folder / 'out'
 
@@ -26,12 +35,20 @@ def run_folder(tmp_path_factory):
 @pytest.fixture
 def draw(run_folder, capsys):
     """Runs sample.py -> (exit code, message, samples)."""
+
     def run(**options):
         capsys.readouterr()
-        defaults = dict(out_dir=run_folder, start='abc', num_samples=1, max_new_tokens=12, device='cpu',
-                        dtype='float32')
+        defaults = dict(
+            out_dir=run_folder,
+            start='abc',
+            num_samples=1,
+            max_new_tokens=12,
+            device='cpu',
+            dtype='float32',
+        )
         code, message = call(sample.main, arguments({**defaults, **options}))
         return code, message, capsys.readouterr().out.split('\n' + '-' * 15 + '\n')[:-1]
+
     return run
 
 
@@ -88,11 +105,26 @@ def test_best_is_taken_then_the_last(draw, run_folder, tmp_path):
 
 
 @pytest.mark.parametrize('content', [b'', b'damaged'])
-def test_a_damaged_best_falls_back_to_the_last_with_one_warning(draw, run_folder, tmp_path, capsys, content):
+def test_a_damaged_best_falls_back_to_the_last_with_one_warning(
+    draw, run_folder, tmp_path, capsys, content
+):
     expected = draw(temperature=0, init_from=run_folder / 'ckpt.pt')[2]
     shutil.copy(run_folder / 'ckpt.pt', tmp_path)
     (tmp_path / 'best.pt').write_bytes(content)
-    code = call(sample.main, arguments(dict(out_dir=tmp_path, start='abc', num_samples=1, max_new_tokens=12, temperature=0, device='cpu', dtype='float32')))
+    code = call(
+        sample.main,
+        arguments(
+            dict(
+                out_dir=tmp_path,
+                start='abc',
+                num_samples=1,
+                max_new_tokens=12,
+                temperature=0,
+                device='cpu',
+                dtype='float32',
+            )
+        ),
+    )
     out, err = capsys.readouterr()
     assert code == (0, '') and out.startswith(expected[0])
     assert err.count('warning: ') == 1 and 'best.pt' in err and 'falling back to ckpt.pt' in err
@@ -102,7 +134,9 @@ def test_nothing_readable_is_told_without_a_promise(draw, tmp_path, capsys):
     for name in ('best.pt', 'ckpt.pt'):
         (tmp_path / name).write_bytes(b'damaged')
     code = call(sample.main, [f'--out_dir={tmp_path}'])
-    assert code[0] == 2 and 'ckpt.pt' in code[1] and capsys.readouterr().err.count('falling back') == 1
+    assert (
+        code[0] == 2 and 'ckpt.pt' in code[1] and capsys.readouterr().err.count('falling back') == 1
+    )
 
 
 def test_a_temperature_beyond_float32_is_greedy(draw):
@@ -123,16 +157,27 @@ def test_damaged_weights_are_told(draw, tmp_path, run_folder):
     assert code == 2 and 'non-finite logits' in message
 
 
-@pytest.mark.parametrize('options, message', [
-    (dict(init_from='scratch'), 'init_from=scratch: neither a checkpoint file nor one of resume, gpt2'),
-    (dict(start='abcXYé'), "'X', 'Y', '\\\\xe9'"), (dict(start=''), 'start is empty'),
-    (dict(start='FILE:missing.txt'), 'missing.txt'),
-    (dict(out_dir='no-such-run'), r'no-such-run.*no such checkpoint.*--out_dir'),
-    (dict(init_from='no-such.pt'), 'no-such.pt'),
-    (dict(temperature=-1), 'temperature'), (dict(num_samples=0), 'num_samples'),
-    (dict(max_new_tokens=0), 'max_new_tokens'), (dict(top_k=-1), 'top_k'),
-    (dict(device='warp'), 'device=warp'), (dict(tempreature=1), "did you mean 'temperature'"),
-], ids=str)
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        (
+            dict(init_from='scratch'),
+            'init_from=scratch: neither a checkpoint file nor one of resume, gpt2',
+        ),
+        (dict(start='abcXYé'), "'X', 'Y', '\\\\xe9'"),
+        (dict(start=''), 'start is empty'),
+        (dict(start='FILE:missing.txt'), 'missing.txt'),
+        (dict(out_dir='no-such-run'), r'no-such-run.*no such checkpoint.*--out_dir'),
+        (dict(init_from='no-such.pt'), 'no-such.pt'),
+        (dict(temperature=-1), 'temperature'),
+        (dict(num_samples=0), 'num_samples'),
+        (dict(max_new_tokens=0), 'max_new_tokens'),
+        (dict(top_k=-1), 'top_k'),
+        (dict(device='warp'), 'device=warp'),
+        (dict(tempreature=1), "did you mean 'temperature'"),
+    ],
+    ids=str,
+)
 def test_mistakes(draw, options, message):
     code, told, samples = draw(**options)
     assert code == 2 and re.search(message, told) and samples == [], told
@@ -151,11 +196,20 @@ def test_a_damaged_checkpoint(draw, tmp_path, content):
     assert code == 2 and 'ckpt.pt' in message
 
 
-@pytest.mark.parametrize('description', [None, 5, {'kind': 'char', 'chars': ['a']},
-                                         {'kind': 'char', 'chars': list('abcdefghijklmnop')}, {'kind': 'word'}],
-                         ids=str)
+@pytest.mark.parametrize(
+    'description',
+    [
+        None,
+        5,
+        {'kind': 'char', 'chars': ['a']},
+        {'kind': 'char', 'chars': list('abcdefghijklmnop')},
+        {'kind': 'word'},
+    ],
+    ids=str,
+)
 def test_a_tokenizer_that_does_not_fit_the_weights(draw, tmp_path, run_folder, description):
-    """More entries than the table has rows, or no tokenizer at all: told. Fewer: never sampled beyond."""
+    """More entries than the table has rows, or no tokenizer at all: told. Fewer: never sampled
+    beyond."""
     state = checkpoint.read(run_folder / 'ckpt.pt') | {'tokenizer': description}
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
     code, message, samples = draw(out_dir=tmp_path, start='a', temperature=2.0)
@@ -168,14 +222,20 @@ def test_a_tokenizer_that_does_not_fit_the_weights(draw, tmp_path, run_folder, d
 def test_padding_is_never_sampled(draw, tmp_path, run_folder):
     """Rows of the table past the vocabulary exist for speed only."""
     model = fresh(update='gd', vocab_size=64, vocab_used=13)
-    state = checkpoint.read(run_folder / 'ckpt.pt') | {'model': model.state_dict(), 'gpt_config': model.cfg.__dict__}
+    state = checkpoint.read(run_folder / 'ckpt.pt') | {
+        'model': model.state_dict(),
+        'gpt_config': model.cfg.__dict__,
+    }
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')
-    code, _, samples = draw(out_dir=tmp_path, temperature=3.0, num_samples=8, max_new_tokens=20, top_k=0)
+    code, _, samples = draw(
+        out_dir=tmp_path, temperature=3.0, num_samples=8, max_new_tokens=20, top_k=0
+    )
     assert code == 0 and all(len(text) == 23 for text in samples)
 
 
 def test_weights_that_are_not_finite_are_told(draw, tmp_path, run_folder):
-    """No token of them means anything; on some devices they would even be ids that cannot be decoded."""
+    """No token of them means anything; on some devices they would even be ids that cannot be
+    decoded."""
     state = checkpoint.read(run_folder / 'ckpt.pt')
     state['model'] = {name: w * float('nan') for name, w in state['model'].items()}
     torch.save(state | {'digest': checkpoint.digest(state)}, tmp_path / 'ckpt.pt')

@@ -1,4 +1,6 @@
-"""Checkpoints in shards, on a process group of one: what a reader refuses, what a failed write leaves behind."""
+"""Checkpoints in shards, on a process group of one: what a reader refuses, what a failed write
+leaves behind."""
+
 import json
 import shutil
 
@@ -25,8 +27,16 @@ def group():
 
 
 def state(model, optimizer, step):
-    return {'version': checkpoint.VERSION, 'model': model.state_dict(), 'gpt_config': {}, 'step': step, 'best_val_loss': 1.0,
-            'tokenizer': {}, 'optimizer': optimizer.state_dict(gather=False), 'train_config': {}}
+    return {
+        'version': checkpoint.VERSION,
+        'model': model.state_dict(),
+        'gpt_config': {},
+        'step': step,
+        'best_val_loss': 1.0,
+        'tokenizer': {},
+        'optimizer': optimizer.state_dict(gather=False),
+        'train_config': {},
+    }
 
 
 def trained(**options):
@@ -55,8 +65,14 @@ def saved(group, tmp_path):
 def test_shards_are_read_as_one_dict(saved):
     folder, weights = saved
     found = read(folder / 'ckpt.pt')
-    assert found['step'] == 2 and all(torch.equal(w, weights[name]) for name, w in found['model'].items())
-    assert all(isinstance(value, torch.Tensor) for values in found['optimizer'].values() for value in values.values())
+    assert found['step'] == 2 and all(
+        torch.equal(w, weights[name]) for name, w in found['model'].items()
+    )
+    assert all(
+        isinstance(value, torch.Tensor)
+        for values in found['optimizer'].values()
+        for value in values.values()
+    )
     assert read(folder / 'best.pt')['step'] == 1 and 'optimizer' not in read(folder / 'best.pt')
 
 
@@ -67,7 +83,9 @@ def test_loading_in_place_gives_the_same_numbers(saved):
     assert all(w is None for w in found['model'].values())
     optimizer.load_state_dict(found['optimizer'])
     sharded.load(folder, found, model, optimizer)
-    assert all(torch.equal(w.full_tensor(), weights[name]) for name, w in model.state_dict().items())
+    assert all(
+        torch.equal(w.full_tensor(), weights[name]) for name, w in model.state_dict().items()
+    )
     expected = read(folder / 'ckpt.pt')['optimizer']
     assert checkpoint.digest(optimizer.state_dict()) == checkpoint.digest(expected)
 
@@ -80,11 +98,17 @@ def test_shards_that_nothing_names_are_deleted(saved, group):
     for step in (3, 4):
         saver.save(state(model, optimizer, step))
         assert saver.wait()
-    assert [path.name for path in sharded.folders(folder)] == ['shards-00000001', 'shards-00000003', 'shards-00000004']  # 1: best.pt's
+    # 1: best.pt's
+    assert [path.name for path in sharded.folders(folder)] == [
+        'shards-00000001',
+        'shards-00000003',
+        'shards-00000004',
+    ]
 
 
 def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, capsys):
-    """best.pt of step 3 fails and is written with step 4's save, before ckpt.pt names step 4's shards."""
+    """best.pt of step 3 fails and is written with step 4's save, before ckpt.pt names step 4's
+    shards."""
     folder, _ = saved
     model, optimizer = trained()
     saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), checkpoint.os.replace
@@ -93,12 +117,17 @@ def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, 
         if target.name == 'best.pt':
             raise OSError(28, 'No space left on device')
         replace(source, target)
+
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint.os, 'replace', failing)
         saver.save(state(model, optimizer, 3), best=True)
         assert not saver.wait()
     saver.save(state(model, optimizer, 4))
-    assert saver.wait() and read(folder / 'ckpt.pt')['step'] == 4 and read(folder / 'best.pt')['step'] == 3
+    assert (
+        saver.wait()
+        and read(folder / 'ckpt.pt')['step'] == 4
+        and read(folder / 'best.pt')['step'] == 3
+    )
 
 
 def shard(folder):
@@ -111,10 +140,16 @@ def flip(folder):
     shard(folder).write_bytes(data)
 
 
-DAMAGE = {'a flipped bit': flip, 'cut off': lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-9]),
-          'a shard gone': lambda folder: shard(folder).unlink(), 'all gone': lambda folder: shutil.rmtree(folder / 'shards-00000002'),
-          'one too many': lambda folder: shutil.copy(shard(folder), folder / 'shards-00000002' / 'more.safetensors'),
-          'not a shard': lambda folder: shard(folder).write_bytes(b'x' * 100)}
+DAMAGE = {
+    'a flipped bit': flip,
+    'cut off': lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-9]),
+    'a shard gone': lambda folder: shard(folder).unlink(),
+    'all gone': lambda folder: shutil.rmtree(folder / 'shards-00000002'),
+    'one too many': lambda folder: shutil.copy(
+        shard(folder), folder / 'shards-00000002' / 'more.safetensors'
+    ),
+    'not a shard': lambda folder: shard(folder).write_bytes(b'x' * 100),
+}
 
 
 @pytest.mark.parametrize('whole', [True, False])
@@ -126,8 +161,17 @@ def test_a_damaged_shard_falls_back_to_the_checkpoint_before(damage, whole, save
     assert 'falling back' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('shards', [None, [], {'folder': '../elsewhere', 'files': {}}, {'folder': 'shards-00000002'}, {'folder': 3, 'files': 4},
-                                    {'folder': 'shards-00000002', 'files': {'../x.safetensors': ''}}])
+@pytest.mark.parametrize(
+    'shards',
+    [
+        None,
+        [],
+        {'folder': '../elsewhere', 'files': {}},
+        {'folder': 'shards-00000002'},
+        {'folder': 3, 'files': 4},
+        {'folder': 'shards-00000002', 'files': {'../x.safetensors': ''}},
+    ],
+)
 def test_names_that_lead_elsewhere_are_refused(shards, saved):
     folder, _ = saved
     content = checkpoint.load(folder / 'ckpt.pt') | {'shards': shards}
@@ -156,19 +200,26 @@ def test_another_architecture_does_not_take_the_shards(saved):
 
 @pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), RuntimeError('lost')])
 @pytest.mark.parametrize('where', ['write_data', 'load_file'])
-def test_a_failed_write_leaves_the_last_checkpoint_and_is_tried_again(where, error, saved, group, monkeypatch, capsys):
+def test_a_failed_write_leaves_the_last_checkpoint_and_is_tried_again(
+    where, error, saved, group, monkeypatch, capsys
+):
     folder, weights = saved
     model, optimizer = trained()
     saver = Saver(folder, keep_last=1, last_step=2, group=group)
 
     def fail(*args, **options):
         raise error
+
     with monkeypatch.context() as broken:
-        broken.setattr(sharded if where == 'load_file' else sharded.dcp.HuggingFaceStorageWriter, where, fail)
+        broken.setattr(
+            sharded if where == 'load_file' else sharded.dcp.HuggingFaceStorageWriter, where, fail
+        )
         saver.save(state(model, optimizer, 3))
         assert not saver.wait()
     assert 'NOT saved' in capsys.readouterr().err
-    assert all(torch.equal(w, weights[name]) for name, w in read(folder / 'ckpt.pt')['model'].items())
+    assert all(
+        torch.equal(w, weights[name]) for name, w in read(folder / 'ckpt.pt')['model'].items()
+    )
     saver.save(state(model, optimizer, 4))
     assert saver.wait() and read(folder / 'ckpt.pt')['step'] == 4
 
@@ -188,7 +239,7 @@ def test_a_shard_holds_no_code(saved):
     folder, _ = saved
     for path in (folder / 'shards-00000002').iterdir():
         length = int.from_bytes(path.read_bytes()[:8], 'little')
-        assert path.suffix == '.safetensors' and json.loads(path.read_bytes()[8:8 + length])
+        assert path.suffix == '.safetensors' and json.loads(path.read_bytes()[8 : 8 + length])
 
 
 def test_one_file_of_shards(saved, tmp_path):
@@ -201,8 +252,16 @@ def test_one_file_of_shards(saved, tmp_path):
     assert all(torch.equal(w, weights[name]) for name, w in whole['model'].items())
 
 
-@pytest.mark.parametrize('argv, message', [([], 'no arguments'), (['a'], 'SOURCE TARGET'), (['--help', 'b'], 'SOURCE TARGET'),
-                                           (['none.pt', 'b.pt'], 'no such checkpoint'), (['none.pt', __file__], 'exists')])
+@pytest.mark.parametrize(
+    'argv, message',
+    [
+        ([], 'no arguments'),
+        (['a'], 'SOURCE TARGET'),
+        (['--help', 'b'], 'SOURCE TARGET'),
+        (['none.pt', 'b.pt'], 'no such checkpoint'),
+        (['none.pt', __file__], 'exists'),
+    ],
+)
 def test_mistakes_in_making_one_file(argv, message):
     code, text = call(checkpoint.main, argv)
     assert code == 2 and message in text

@@ -1,4 +1,5 @@
-"""nGPT's promises: the stream and the weights stay on the unit sphere, along the axis the paper names."""
+"""nGPT's promises: the stream and the weights stay on the unit sphere, along the axis the paper
+names."""
 
 import math
 
@@ -9,9 +10,15 @@ from conftest import TINY, fresh, nontrivial, tokens
 from model import SCHEMES
 
 SPHERES = [name for name, (rule, _) in SCHEMES.items() if rule.normalized]
-AXES = {  # the embedding dimension of a weight (out, in): `in` where it reads the stream, `out` where it writes
-    'transformer.wte.weight': 1, 'lm_head.weight': 1, 'attn.c_attn.weight': 1, 'mlp.c_fc.weight': 1,
-    'attn.c_proj.weight': 0, 'mlp.c_proj.weight': 0,
+# the embedding dimension of a weight (out, in): `in` where it reads the stream, `out` where it
+# writes
+AXES = {
+    'transformer.wte.weight': 1,
+    'lm_head.weight': 1,
+    'attn.c_attn.weight': 1,
+    'mlp.c_fc.weight': 1,
+    'attn.c_proj.weight': 0,
+    'mlp.c_proj.weight': 0,
 }
 
 
@@ -63,7 +70,8 @@ def test_normalizing_divides_by_the_norm_and_touches_nothing_else(update):
 
 
 def test_normalizing_is_a_no_op_elsewhere(update):
-    """Bitwise nothing for the unnormalized schemes; for the sphere a second call changes rounding at most."""
+    """Bitwise nothing for the unnormalized schemes; for the sphere a second call changes rounding
+    at most."""
     model = nontrivial(torch.float32, update=update)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.normalize_weights()
@@ -81,8 +89,10 @@ def test_normalizing_keeps_the_parameters(update):
     before = list(model.parameters())
     model(tokens(), tokens(seed=2))[1].backward()
     model.normalize_weights()
-    assert all(p is q and p.requires_grad and p.is_leaf and p.grad is not None
-               for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        p is q and p.requires_grad and p.is_leaf and p.grad is not None
+        for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize('update', SPHERES)
@@ -108,7 +118,9 @@ def test_scales_have_their_sizes_and_starts(update):
     for i in range(TINY['n_layer']):
         h = f'transformer.h.{i}.'
         wanted |= {h + 'attn.s_qk.raw': (d, 1 / math.sqrt(d)), h + 'mlp.s_uv.raw': (8 * d, 1.0)}
-        wanted |= {h + f'update_{part}.alpha.raw': (d, 1 / math.sqrt(d)) for part in ('attn', 'mlp')}
+        wanted |= {
+            h + f'update_{part}.alpha.raw': (d, 1 / math.sqrt(d)) for part in ('attn', 'mlp')
+        }
     state = model.state_dict()
     for name, (size, start) in wanted.items():
         assert state[name].shape == (size,), name
@@ -144,7 +156,8 @@ def test_optimizer_steps_stay_on_the_sphere(update):
 
 @pytest.mark.parametrize('update', SPHERES)
 def test_direction_of_the_output_is_all_that_counts(update):
-    """Norm(W_o ...) forgets the length of the sublayer's answer: scaling both output matrices is invisible."""
+    """Norm(W_o ...) forgets the length of the sublayer's answer: scaling both output matrices is
+    invisible."""
     model = nontrivial(update=update)
     before = model(tokens(), return_logits=True)[0]
     with torch.no_grad():

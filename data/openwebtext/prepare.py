@@ -1,9 +1,12 @@
-"""OpenWebText (Skylion007/openwebtext on Hugging Face) with GPT-2's BPE and an end-of-text token after each document.
+"""OpenWebText (Skylion007/openwebtext on Hugging Face) with GPT-2's BPE and an end-of-text token
+after each document.
 
-    python data/openwebtext/prepare.py [--input FILES [--val_input FILES]] [--out_dir FOLDER] [--num_proc N]
+    python data/openwebtext/prepare.py [--input FILES [--val_input FILES]] [--out_dir FOLDER]
+    [--num_proc N]
 
 The split is nanoGPT's, document for document: 9,035,582,198 tokens to train on, 4,434,897 held out.
 """
+
 import sys
 from pathlib import Path
 
@@ -20,9 +23,10 @@ VAL_FRACTION, SEED = 0.0005, 2357  # nanoGPT's
 def download(cfg):
     splits, commit = load_hub(NAME, cfg.revision, cfg.num_proc)
     splits = splits['train'].train_test_split(test_size=VAL_FRACTION, seed=SEED, shuffle=True)
-    return {'train': lambda: read_rows(splits['train']),
-            'val': lambda: read_rows(splits['test'])}, {'hub': NAME, 'commit': commit,
-                                                        'shuffle': {'val_fraction': VAL_FRACTION, 'seed': SEED}}
+    return {
+        'train': lambda: read_rows(splits['train']),
+        'val': lambda: read_rows(splits['test']),
+    }, {'hub': NAME, 'commit': commit, 'shuffle': {'val_fraction': VAL_FRACTION, 'seed': SEED}}
 
 
 def main(argv):

@@ -1,10 +1,12 @@
-"""Python's own standard library, character by character: text that is on every machine, so nothing is downloaded.
+"""Python's own standard library, character by character: text that is on every machine, so nothing
+is downloaded.
 
     python data/pystdlib_char/prepare.py [--input FILES] [--out_dir FOLDER]
 
-Each module is a document, about 600 modules and 10 MB with Python 3.11; every tenth one is held out. The text differs
-between Python versions: meta.json records the version, and losses compare only within one.
-"""
+Each module is a document, about 600 modules and 10 MB with Python 3.11; every tenth one is held
+out. The text differs between Python versions: meta.json records the version, and losses compare
+only within one."""
+
 import string
 import sys
 import sysconfig
@@ -15,9 +17,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import run
 from data.writer import prepare
 
-SKIPPED = {'encodings',  # tables
-           'test', 'tests', 'idle_test', 'lib2to3', 'site-packages', 'dist-packages', '__pycache__'}
-VOCABULARY = set(string.printable.encode()) - set(b'\r\v\f')  # a module with any other character is left out
+SKIPPED = {
+    'encodings',  # tables
+    'test',
+    'tests',
+    'idle_test',
+    'lib2to3',
+    'site-packages',
+    'dist-packages',
+    '__pycache__',
+}
+# a module with any other character is left out
+VOCABULARY = set(string.printable.encode()) - set(b'\r\v\f')
 MAX_BYTES = 12_000_000
 
 

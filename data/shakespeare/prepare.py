@@ -1,7 +1,9 @@
-"""Tiny Shakespeare (1.1 MB) with GPT-2's BPE: 301,966 tokens to train on, 36,059 held out (the last tenth of the text).
+"""Tiny Shakespeare (1.1 MB) with GPT-2's BPE: 301,966 tokens to train on, 36,059 held out (the last
+tenth of the text).
 
     python data/shakespeare/prepare.py [--input FILES] [--out_dir FOLDER]
 """
+
 import sys
 from pathlib import Path
 

@@ -1,7 +1,9 @@
-"""Tiny Shakespeare (1.1 MB, 65 characters), character by character: 1,003,854 to train on, the last 111,540 held out.
+"""Tiny Shakespeare (1.1 MB, 65 characters), character by character: 1,003,854 to train on, the last
+111,540 held out.
 
     python data/shakespeare_char/prepare.py [--input FILES] [--out_dir FOLDER]
 """
+
 import sys
 from pathlib import Path
 

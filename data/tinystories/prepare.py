@@ -1,10 +1,12 @@
-"""TinyStories (roneneldan/TinyStories on Hugging Face, its own validation split) with GPT-2's BPE and an end-of-text
-token after each story: about 471.6M tokens to train on, 2.37M held out.
+"""TinyStories (roneneldan/TinyStories on Hugging Face, its own validation split) with GPT-2's BPE
+and an end-of-text token after each story: about 471.6M tokens to train on, 2.37M held out.
 
-    python data/tinystories/prepare.py [--input FILES [--val_input FILES]] [--out_dir FOLDER] [--num_proc N]
+    python data/tinystories/prepare.py [--input FILES [--val_input FILES]] [--out_dir FOLDER]
+    [--num_proc N]
 
-The stories of a .txt file are those between lines of <|endoftext|>, as in the data set's own TinyStories-*.txt.
-"""
+The stories of a .txt file are those between lines of <|endoftext|>, as in the data set's own
+TinyStories-*.txt."""
+
 import sys
 from pathlib import Path
 
@@ -19,12 +21,23 @@ NAME = 'roneneldan/TinyStories'
 
 def download(cfg):
     splits, commit = load_hub(NAME, cfg.revision, cfg.num_proc)
-    return {'train': lambda: read_rows(splits['train']),
-            'val': lambda: read_rows(splits['validation'])}, {'hub': NAME, 'commit': commit}
+    return {
+        'train': lambda: read_rows(splits['train']),
+        'val': lambda: read_rows(splits['validation']),
+    }, {'hub': NAME, 'commit': commit}
 
 
 def main(argv):
-    prepare(argv, __file__, __doc__, download, kind='gpt2', hub=True, separator='<|endoftext|>', val_fraction=0.005)
+    prepare(
+        argv,
+        __file__,
+        __doc__,
+        download,
+        kind='gpt2',
+        hub=True,
+        separator='<|endoftext|>',
+        val_fraction=0.005,
+    )
 
 
 if __name__ == '__main__':
