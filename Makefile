@@ -1,8 +1,9 @@
-# make demo: trains gd and lt_nag on the same batches and compares them. make test: the test suite. Both install first.
+# demo: trains gd and lt_nag on the same batches and compares them. test: all tests; quick: the
+# equations and one run; check: lint, format and types. Each installs what it needs into .venv first.
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test clean
+.PHONY: demo test quick check clean
 demo: .venv/requirements
 	$(RUN) data/pystdlib_char/prepare.py
 	$(RUN) train.py config/demo_gd.py --overwrite=True
@@ -12,6 +13,14 @@ demo: .venv/requirements
 
 test: .venv/requirements-test
 	$(RUN) -m pytest -q
+
+quick: .venv/requirements-test
+	$(RUN) -m pytest -q -m quick
+
+check: .venv/requirements-test
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
 
 .venv/%: %.txt requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12")'

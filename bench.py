@@ -14,7 +14,7 @@ spell of the machine hits all of them; each is compared with the first one liste
 """
 
 if __name__ == '__main__':
-    from configurator import show_help
+    from nanonag.help import show_help
 
     # before torch is imported: instant
     show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')
@@ -22,34 +22,29 @@ if __name__ == '__main__':
 import contextlib
 import itertools
 import json
-import math
-import os
-import platform
-import shlex
-import statistics
 import sys
-import time
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from tqdm import tqdm
 
-import runtime
-from configurator import UserError, at_least, build, parse, run
-from generation import Decoder
 from model import GPT, GPTConfig
-from optim import configure_optimizer
-from plot import table
+from nanonag import memory, runtime
+from nanonag.benchmark.peers import PEER_HAS, PEERS, Apart, HuggingFace, random_tokens
+from nanonag.benchmark.tables import markdown, speed_table
+from nanonag.benchmark.timing import WARMUP, operations, peak_bytes, race, results
+from nanonag.cli import UserError, run
+from nanonag.configurator import at_least, build, parse
+from nanonag.decoder import Decoder
+from nanonag.optim import configure_optimizer
+from nanonag.report import check_json, facts
+from nanonag.workers import worker_pool
 from train import TrainConfig, update
-from workers import worker_pool
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
-PEERS = {'hf': 'hf_gpt2', 'hf_tuned': 'hf_gpt2_tuned'}
 FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
 BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
 SUITES = {
@@ -74,7 +69,6 @@ SUITES = {
     }
     for name, size, peers in (('cpu', 1, 'hf,hf_tuned'), ('cuda', 16, 'hf'))
 }
-PEER_HAS = {'pos': 'learned', 'mlp': 'gelu', 'tie_weights': True}
 ONLY_FOR = {  # options: the stages that they matter to
     ('steps', 'memory'): {'train'},
     ('batch_size', 'gradient_accumulation_steps', 'optimizer'): {'train', 'memory'},
@@ -82,9 +76,6 @@ ONLY_FOR = {  # options: the stages that they matter to
     ('gen_batch', 'prompt_tokens', 'max_new_tokens'): {'generate'},
 }
 SUITE_OPTIONS = {'suite', 'json', 'device', 'rounds', 'seed'}
-# steps of the memory measurement, rounds of the others: from the second on, the optimizer's state
-# lies beside the gradients
-WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -218,108 +209,6 @@ class Scheme:
             return self.decoder.generate(self.prompt, self.cfg.max_new_tokens)
 
 
-class HuggingFace:
-    """transformers' GPT-2 as its user would have it: float32, AdamW, its own cached generate."""
-
-    def __init__(self, name, gpt_cfg, cfg, rt):
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        self.name, self.cfg, self.rt, self.gpt_cfg, self.flops = name, cfg, rt, None, None
-        torch.manual_seed(cfg.seed)
-        sizes = {
-            name: getattr(gpt_cfg, name) for name in ('vocab_size', 'n_embd', 'n_layer', 'n_head')
-        }
-        drop = dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), gpt_cfg.dropout)
-        self.model = (
-            transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    **sizes,
-                    **drop,
-                    n_positions=gpt_cfg.block_size,
-                    bos_token_id=None,
-                    eos_token_id=None,
-                )
-            )
-            .to(rt.device)
-            .train()
-        )
-        self.params = sum(p.numel() for p in self.model.parameters())
-        self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
-        if {'train', 'memory'} & set(cfg.what):
-            runtime.compile_model(self.model, cfg.compile, rt)
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=TrainConfig().resolve(False).learning_rate
-            )
-
-    def step(self):
-        x, micro_steps = self.tokens[:, :-1], self.cfg.gradient_accumulation_steps
-        for _ in range(micro_steps):
-            # it shifts the labels itself
-            (self.model(x, labels=x, use_cache=False).loss / micro_steps).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), TrainConfig.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def generate(self):
-        self.model.eval()
-        with torch.compiler.set_stance('force_eager'):
-            tokens = self.model.generate(
-                self.prompt,
-                attention_mask=torch.ones_like(self.prompt),
-                pad_token_id=0,
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=self.cfg.max_new_tokens,
-            )
-        self.model.train()
-        return tokens
-
-
-def random_tokens(gpt_cfg, cfg, rt):
-    """Ids to train on (batch_size, block_size + 1) and to start from (gen_batch, prompt_tokens),
-    the same for all."""
-    generator = torch.Generator().manual_seed(cfg.seed)
-    shapes = (cfg.batch_size, gpt_cfg.block_size + 1), (cfg.gen_batch, cfg.prompt_tokens)
-    return [
-        torch.randint(gpt_cfg.vocab_used, shape, generator=generator).to(rt.device)
-        for shape in shapes
-    ]
-
-
-class Apart:
-    """A peer on the CPU in a process of its own, as its user would have it: without runtime.start's
-    setting of the allocator, unless tuned."""
-
-    def __init__(self, name, *args):
-        self.name, self.gpt_cfg, self.flops, self.pool = name, None, None, worker_pool(1)
-        try:
-            self.params = self.pool.submit(Apart.begin, name, *args).result()
-        except BaseException:
-            self.pool.shutdown()
-            raise
-
-    @staticmethod
-    def begin(name, *args):
-        if name == PEERS['hf_tuned']:
-            runtime.keep_freed_memory()
-        Apart.one = HuggingFace(name, *args)
-        return Apart.one.params
-
-    def ask(self, act):
-        return self.pool.submit(Apart.answer, act).result()
-
-    @staticmethod
-    def answer(act):
-        return act(Apart.one)
-
-    def step(self):
-        self.ask(HuggingFace.step)
-
-    def generate(self):
-        return self.ask(HuggingFace.generate)
-
-
 def contender(name, gpt_cfg, cfg, rt):
     kind = (
         Scheme if name not in PEERS.values() else Apart if rt.device.type == 'cpu' else HuggingFace
@@ -331,38 +220,12 @@ def contender(name, gpt_cfg, cfg, rt):
 # measurements
 
 
-def race(contenders, act, rounds, rt, tick=lambda name: None):
-    """Seconds that `act` takes with each contender, a list per contender of one number per round.
-
-    Round after round all take their turn, each time another one first. WARMUP more rounds before do
-    not count."""
-    seconds, n = [[] for _ in contenders], len(contenders)
-    for i in range(WARMUP + rounds):
-        for j in range(n):
-            k = (i + j) % n
-            tick(contenders[k].name)
-            rt.synchronize()
-            t0 = time.perf_counter()
-            act(contenders[k])
-            rt.synchronize()
-            seconds[k].append(time.perf_counter() - t0)
-    return [numbers[WARMUP:] for numbers in seconds]
-
-
-def spread(numbers):
-    """Median, extremes and quartiles of a list."""
-    q1, median, q3 = (
-        statistics.quantiles(numbers, n=4, method='inclusive') if len(numbers) > 1 else numbers * 3
-    )
-    return {'median': median, 'min': min(numbers), 'max': max(numbers), 'q1': q1, 'q3': q3}
-
-
 def peak_bytes_here(name, gpt_cfg, cfg):
     """This process' peak memory after WARMUP training steps: on CUDA that of tensors there, else
     resident."""
     rt = runtime.start(cfg.device, cfg.dtype)
     if name == PEERS['hf'] and rt.device.type == 'cpu':
-        runtime.keep_freed_memory(False)  # as its user would have it
+        memory.keep_freed_memory(False)  # as its user would have it
     one = (HuggingFace if name in PEERS.values() else Scheme)(name, gpt_cfg, cfg, rt)
     for _ in range(WARMUP):
         one.step()
@@ -380,110 +243,8 @@ def peak_bytes_here(name, gpt_cfg, cfg):
     )
 
 
-def peak_bytes(*args):
-    """peak_bytes_here in a fresh process, which holds nothing else; None where it can't be had."""
-    try:
-        with worker_pool(1) as pool:
-            return pool.submit(peak_bytes_here, *args).result()
-    except (BrokenProcessPool, ImportError) as error:
-        runtime.warn(f'no peak memory of {args[0]}: {error}')
-
-
-def operations(one):
-    """A table of the costliest operations of one training step."""
-    with torch.profiler.profile() as profiler:
-        one.step()
-        one.rt.synchronize()
-    where = 'self_device_time_total' if one.rt.device.type == 'cuda' else 'self_cpu_time_total'
-    return profiler.key_averages().table(sort_by=where, row_limit=15, max_name_column_width=40)
-
-
-def results(seconds, count, tokens):
-    """One record for each contender of a race; a measurement took it through `count` steps and
-    `tokens` tokens."""
-    for numbers in seconds:
-        # round by round: both ran within the same moments
-        ratios = [a / b for a, b in zip(numbers, seconds[0])]
-        each = [number / count for number in numbers]
-        yield {
-            'seconds': each,
-            'seconds_spread': spread(each),
-            'tokens_per_s': tokens / count / spread(each)['median'],
-            'relative': ratios,
-            'relative_spread': spread(ratios),
-        }
-
-
 # -----------------------------------------------------------------------------------------------------------------
 # output
-
-
-def machine(rt):
-    gpu = rt.device_name() if rt.device.type == 'cuda' else None
-    return {
-        'cpu': replace(rt, device=torch.device('cpu')).device_name(),
-        'cores': os.cpu_count(),
-        'threads': torch.get_num_threads(),
-        'gpu': gpu,
-        'system': platform.platform(),
-    }
-
-
-def facts(cfg, rt, *packages):
-    """What a file of results says about the run that made it; `packages` are named with their
-    versions, beside torch."""
-    versions = {'python': platform.python_version(), 'torch': torch.__version__} | {
-        name: version(name) for name in packages
-    }
-    return {
-        'date': datetime.now(timezone.utc).isoformat(timespec='seconds'),
-        'command': shlex.join(['python', *sys.argv]),
-        'commit': runtime.code_version(),
-        'machine': machine(rt),
-        'device': rt.device.type,
-        'dtype': str(rt.dtype)[6:],
-        'versions': versions,
-        'config': asdict(cfg),
-    }
-
-
-def speed_table(records, stage, on_gpu):
-    """The records' results of one stage, 'train' or 'generate', as text; columns that nothing is
-    known for are left out."""
-    columns, first = {}, records[0]['scheme']
-    for record in records:
-        result, peak = record[stage], record['peak_memory_bytes'] if stage == 'train' else None
-        ms, ratio = (
-            {key: 1e3 * value for key, value in result['seconds_spread'].items()},
-            result['relative_spread'],
-        )
-        # three figures: machines are no better
-        digits = max(0, 2 - math.floor(math.log10(ms['median'])))
-        row = {
-            'scheme': record['scheme'],
-            'parameters': f'{record["parameters"]:,}',
-            'ms/step' if stage == 'train' else 'ms/token': f'{ms["median"]:,.{digits}f}',
-            'middle half': f'{ms["q1"]:,.{digits}f} to {ms["q3"]:,.{digits}f}',
-            'range': f'{ms["min"]:,.{digits}f} to {ms["max"]:,.{digits}f}',
-            'tokens/s': f'{result["tokens_per_s"]:,.0f}',
-            f'time / {first}': f'{ratio["median"]:.3f}',
-            '(middle half)': f'{ratio["q1"]:.3f} to {ratio["q3"]:.3f}',
-            'GPU peak' if on_gpu else 'process peak': f'{peak / 2**30:.2f} GiB' if peak else '-',
-            'MFU': f'{result["mfu"]:.1%}' if result.get('mfu') else '-',
-        }
-        for title, text in row.items():
-            columns.setdefault(title, [title]).append(text)
-    return table(list(zip(*(texts for texts in columns.values() if set(texts[1:]) != {'-'}))))
-
-
-def check_json(path):
-    """UserError now rather than after the measurements."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise OSError('it cannot be written there')
-    except OSError as error:
-        raise UserError(f'json={path}: {error.strerror or error}; choose another file') from None
 
 
 def main(argv):
@@ -522,45 +283,6 @@ def main(argv):
 def keep(found, path):
     if path is not None:
         Path(path).write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
-
-
-def markdown(path):
-    """A suite's file as a table for README."""
-    try:
-        suite = json.loads(Path(path).read_text(encoding='utf-8'))['suite']
-        rows = [
-            '| workload | scheme | milliseconds (middle half) | tokens/s | time / first (middle half) | peak memory |',
-            '|---|---|---|---|---|---|',
-        ]
-        for one in suite:
-            for record in one['results']:
-                timed = next(
-                    (record[stage] for stage in ('train', 'generate') if stage in record), None
-                )
-                cells = ['', '', '']
-                if timed:
-                    ms, ratio = (
-                        {key: value * scale for key, value in timed[name].items()}
-                        for name, scale in (('seconds_spread', 1e3), ('relative_spread', 1))
-                    )
-                    cells = [
-                        f'{ms["median"]:,.1f} ({ms["q1"]:,.1f} to {ms["q3"]:,.1f})',
-                        f'{timed["tokens_per_s"]:,.0f}',
-                        f'{ratio["median"]:.3f} ({ratio["q1"]:.3f} to {ratio["q3"]:.3f})',
-                    ]
-                peak = record['peak_memory_bytes']
-                cells = [
-                    one['title'],
-                    f'`{record["scheme"]}`',
-                    *cells,
-                    f'{peak / 2**30:.2f} GiB' if peak else '',
-                ]
-                rows.append(f'| {" | ".join(cells)} |')
-        return '\n'.join(rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f'table={path}: not the file of a suite ({error}); make one with --suite=cpu --json={path}'
-        ) from None
 
 
 def compare(given):
@@ -619,7 +341,7 @@ def compare(given):
     less = (
         f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'
     )
-    with runtime.memory_for(less):
+    with memory.memory_for(less):
         try:
             return measure(entries, cfg, rt)
         except BrokenProcessPool:
@@ -661,7 +383,7 @@ def measure(entries, cfg, rt):
         # first, while no other model is there to compete with
         for i, entry in enumerate(entries if memory else ()):
             tick('memory')(entry[0])
-            peaks[i] = peak_bytes(*entry, cfg)
+            peaks[i] = peak_bytes(peak_bytes_here, *entry, cfg)
         # each scheme's model runs through the same code
         torch._dynamo.config.recompile_limit = 1000
         contenders = []

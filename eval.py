@@ -9,7 +9,7 @@ which downloads their data.
 """
 
 if __name__ == '__main__':
-    from configurator import show_help
+    from nanonag.help import show_help
 
     show_help(__doc__, 'eval.py:EvalConfig')  # before torch is imported: instant
 
@@ -23,10 +23,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import runtime
-import sample
-from bench import check_json, facts
-from configurator import UserError, at_least, build, nearest, parse, run
+from nanonag import memory, runtime
+from nanonag.cli import UserError, run
+from nanonag.configurator import at_least, build, nearest, parse
+from nanonag.report import check_json, facts
+from start import load
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -224,7 +225,7 @@ def main(argv):
         check_json(Path(cfg.json))
     if cfg.include_path is not None and not Path(cfg.include_path).is_dir():
         raise UserError(f'include_path={cfg.include_path}: no such folder')
-    model, tok = sample.load(cfg)
+    model, tok = load(cfg)
     rt = runtime.start(cfg.device, cfg.dtype)
     if rt.distributed:
         raise UserError('eval.py works in one process: run it with python, not with torchrun')
@@ -236,7 +237,7 @@ def main(argv):
             )
     lm = HarnessLM(model, tok, rt, cfg.batch_size)
     try:
-        with runtime.memory_for(f'lower --batch_size={cfg.batch_size}'):
+        with memory.memory_for(f'lower --batch_size={cfg.batch_size}'):
             results = simple_evaluate(
                 lm,
                 tasks=manager.match_tasks(list(cfg.tasks)),

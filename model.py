@@ -13,9 +13,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from configurator import UserError, at_least, between
-from generation import KVCache, generate
-from loss import linear_cross_entropy
+from nanonag.cli import UserError
+from nanonag.configurator import at_least, between
+from nanonag.generation import KVCache, generate
+from nanonag.loss import linear_cross_entropy
 
 # ---------------------------------------- learned scalars and vectors, norms ----------------------------------------
 
@@ -27,6 +28,7 @@ class Scalar(nn.Module):
     mu, beta = sigmoid(raw) in (0, 1); gamma, nu = softplus(raw) > 0.
     """
 
+    param_kind = 'scalars'
     INIT = {'mu': 0.5, 'beta': 0.5, 'gamma': math.log(2), 'nu': 1.0}  # raw 0, but for nu: ln(e - 1)
 
     def __init__(self, name, init):
@@ -43,6 +45,8 @@ class Scalar(nn.Module):
 class Scale(nn.Module):
     """A learned vector s = raw * (init / scale) with raw starting at `scale`, which sets its
     learning speed (nGPT, 2.5)."""
+
+    param_kind = 'scales'
 
     def __init__(self, size, init=1.0, scale=1.0):
         super().__init__()
@@ -183,9 +187,11 @@ class Linear(nn.Linear):
     """nn.Linear that knows its weight's (out, in) axis along the embedding, nGPT's unit-norm axis,
     and the matrices stacked in it."""
 
-    def __init__(self, n_in, n_out, bias, embd_axis, stacked=1):
+    def __init__(self, n_in, n_out, bias, embd_axis, stacked=1, param_kind='matrices'):
         super().__init__(n_in, n_out, bias=bias)
-        self.embd_axis, self.stacked = embd_axis, stacked
+        self.embd_axis = embd_axis
+        self.stacked = stacked
+        self.param_kind = param_kind
 
     def reset_parameters(self):  # GPT.__init__ draws all weights
         if self.bias is not None:
@@ -193,6 +199,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
+    param_kind = 'embeddings'
     embd_axis = 1
 
     def reset_parameters(self):
@@ -445,7 +452,9 @@ class GPT(nn.Module):
                 if name in parts
             }
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False, embd_axis=1)
+        self.lm_head = Linear(
+            cfg.n_embd, cfg.vocab_size, bias=False, embd_axis=1, param_kind='embeddings'
+        )
         if cfg.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
         self.s_z = Scale(cfg.vocab_size, scale=cfg.n_embd**-0.5) if cfg.normalized else None

@@ -7,7 +7,7 @@ The runs' folders come first. In the picture the marked line is the validation l
 the smoothed training loss."""
 
 if __name__ == '__main__':
-    from configurator import show_help
+    from nanonag.help import show_help
 
     show_help(__doc__, 'plot.py:PlotConfig')
 
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configurator import HUGE, MAX_INT, UserError, build, parse, run, tell
+from nanonag.cli import UserError, run, tell
+from nanonag.configurator import HUGE, MAX_INT, build, parse
+from nanonag.report import table
 
 KEYS = {
     'train': ('step', 'tokens', 'loss', 'tokens_per_s'),
@@ -151,16 +153,6 @@ def summary(run):
         'best_step': best.get('step'),
         'tokens_per_s': statistics.median(speeds) if speeds else None,
     }
-
-
-def table(rows):
-    """Rows of texts, the head first, as aligned lines: the first column to the left, numbers to the
-    right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        '  '.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    return '\n'.join([lines[0], '-' * len(lines[0]), *lines[1:]])
 
 
 def comparison(facts):

@@ -7,23 +7,21 @@ description is in it.
 """
 
 if __name__ == '__main__':
-    from configurator import show_help
+    from nanonag.help import show_help
 
     show_help(__doc__, 'sample.py:SampleConfig')  # before torch is imported: instant
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-import checkpoint
-import runtime
-import tokenizer
-from checkpoint import PRETRAINED
-from configurator import UserError, at_least, build, parse, run
-from generation import Decoder
+from nanonag import memory, runtime
+from nanonag.cli import UserError, run
+from nanonag.configurator import at_least, build, parse
+from nanonag.decoder import Decoder
+from start import load
 
 
 @dataclass(frozen=True)
@@ -46,38 +44,6 @@ class SampleConfig:
         at_least(self, num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
 
 
-def load(cfg):
-    """(GPT, Tokenizer) that `init_from` asks for."""
-    if cfg.init_from in PRETRAINED:
-        model, description = checkpoint.pretrained(cfg.init_from), {'kind': 'gpt2'}
-    else:
-        path = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-        if cfg.init_from == 'resume':
-            if os.path.isfile(path):
-                raise UserError(
-                    f"out_dir={path} is a file, not a run's folder; write --init_from={path}"
-                )
-            state = checkpoint.read_latest(path, best=True)
-            if state is None:
-                raise UserError(
-                    f'{path}: no such checkpoint there (best.pt, ckpt.pt); train one first or give the right --out_dir'
-                )
-        elif os.path.isfile(path):
-            state = checkpoint.read(path)
-        else:
-            raise UserError(
-                f'init_from={path}: neither a checkpoint file nor one of resume, {", ".join(PRETRAINED)}'
-            )
-        description = state.get('tokenizer')
-        if description is None:  # nanoGPT's files do not say
-            description = {'kind': 'gpt2'}
-            runtime.warn(f"{path} names no tokenizer; taking GPT-2's, as nanoGPT does")
-        model = checkpoint.build_model(
-            state, path, vocab_used=tokenizer.from_description(description).vocab_size
-        )
-    return model, tokenizer.from_description(description)
-
-
 def prompt(start):
     if not start.startswith('FILE:'):
         return start
@@ -91,7 +57,7 @@ def prompt(start):
 def main(argv):
     cfg = build(SampleConfig, parse(argv, SampleConfig))
     text = prompt(cfg.start)
-    with runtime.memory_for('lower --num_samples, or sample from a smaller model'):
+    with memory.memory_for('lower --num_samples, or sample from a smaller model'):
         model, tok = load(cfg)
         ids = tok.encode(text)
         if not ids:

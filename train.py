@@ -9,7 +9,7 @@ Every option can be given as --key=value; config files and options apply from le
 """
 
 if __name__ == '__main__':
-    from configurator import show_help
+    from nanonag.help import show_help
 
     # before torch is imported: instant
     show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')
@@ -21,24 +21,23 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import checkpoint
-import parallel
-import runtime
-import sharded
-from checkpoint import PRETRAINED
-from configurator import UserError, at_least, between, build, convert, parse, run
-from dataloader import Split, TrainLoader, eval_windows
-from dataset import find_data, read_meta
-from metrics import Metrics, other_units
-from model import GPT, SCHEMES, GPTConfig
-from optim import configure_optimizer, describe, lr_multiplier
+from model import SCHEMES, GPTConfig
+from nanonag import checkpoint, memory, parallel, runtime
+from nanonag.checkpoint import shards
+from nanonag.cli import UserError, run, world
+from nanonag.configurator import at_least, between, build, parse
+from nanonag.data.folder import find_data, read_meta
+from nanonag.data.loader import Split, TrainLoader, eval_windows
+from nanonag.metrics import Metrics, other_units
+from nanonag.optim import configure_optimizer, describe, lr_multiplier
+from nanonag.report import code_version
+from start import PRETRAINED, continued, preview, starting_model, starting_state
 
 # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's
 # mistake
@@ -231,161 +230,6 @@ class TrainConfig:
 # where a run starts from
 
 
-def starting_state(cfg):
-    """The checkpoint's dict that `init_from` asks for, None for a fresh model. UserError if there
-    is none, or if a fresh start would run over another run."""
-    folder = Path(cfg.out_dir)
-    if cfg.init_from in ('resume', 'auto'):
-        state = checkpoint.read_latest(folder, whole=False)
-        if state is None and cfg.init_from == 'resume':
-            raise UserError(
-                f'init_from=resume: no ckpt.pt in {folder}; check --out_dir, or start with --init_from=scratch'
-            )
-        if state is not None:
-            return state
-    held = [path.name for path in checkpoint.run_files(folder)]
-    # auto: it died before its first checkpoint
-    if held and not (cfg.overwrite or cfg.eval_only or cfg.init_from == 'auto'):
-        raise UserError(
-            f'out_dir={folder} holds a run already ({", ".join(held)}); continue it with --init_from=resume, choose '
-            f'another --out_dir, or delete it with --overwrite=True'
-        )
-    if cfg.init_from in ('scratch', 'auto', *PRETRAINED):
-        return None
-    if not os.path.isfile(cfg.init_from):
-        raise UserError(
-            f'init_from={cfg.init_from}: neither a checkpoint file nor one of scratch, resume, auto, '
-            f'{", ".join(PRETRAINED)}'
-        )
-    if cfg.overwrite and Path(cfg.init_from).resolve().parent == folder.resolve():
-        raise UserError(
-            f'init_from={cfg.init_from} lies in out_dir={folder}, which overwrite=True empties; choose another --out_dir'
-        )
-    return checkpoint.read(cfg.init_from)
-
-
-def continued(cfg, given, state):
-    """`cfg` with the checkpoint's own options for those not given; UserError if the data order or
-    the optimizer would change."""
-    saved = TrainConfig(**convert(TrainConfig, state['train_config'], f'{cfg.out_dir}/ckpt.pt'))
-    folder = cfg.out_dir
-    cfg = replace(
-        saved,
-        **{
-            'out_dir': folder,
-            'overwrite': False,
-            **{key: given[key] for key in TrainConfig.__dataclass_fields__ if key in given},
-        },
-    )
-    normalized = GPTConfig(
-        **convert(GPTConfig, state['gpt_config'], f'{folder}/ckpt.pt')
-    ).normalized
-    then_resolved, now_resolved = saved.resolve(normalized), cfg.resolve(normalized)
-    for name in ('seed', 'sequences', 'optimizer', 'muon_qkv'):
-        before, now = getattr(then_resolved, name), getattr(now_resolved, name)
-        if before != now:
-            hint = ' (batch_size x gradient_accumulation_steps)' if name == 'sequences' else ''
-            raise UserError(
-                f'{name}={now}{hint}, but the run in {folder} was made with {before}; leave it out to resume, or '
-                f'start another run with another --out_dir'
-            )
-    return cfg
-
-
-def starting_model(given, cfg, state, meta, resumed):
-    """The GPT to train, on the CPU; UserError if the options given or the vocabulary contradict its
-    weights."""
-    gpt, vocab = (
-        {key: given[key] for key in GPTConfig.__dataclass_fields__ if key in given},
-        meta['vocab_size'],
-    )
-    if gpt.get('vocab_used') not in (None, vocab):
-        raise UserError(
-            f'vocab_used={gpt["vocab_used"]}, but dataset={cfg.dataset} has {vocab} token ids: leave it out, the data decide'
-        )
-    changeable = (
-        {}
-        if resumed
-        else {'vocab_used': vocab, **{key: gpt[key] for key in gpt if key == 'dropout'}}
-    )
-    if state is not None:
-        if state.get('tokenizer', meta['tokenizer']) != meta['tokenizer']:
-            raise UserError(
-                f"dataset={cfg.dataset} was made with another tokenizer than the checkpoint's data; prepare the text "
-                f'with that one, or choose another --dataset'
-            )
-        model = checkpoint.build_model(
-            state, cfg.out_dir if resumed else cfg.init_from, **changeable
-        )
-    elif cfg.init_from in PRETRAINED:
-        if meta['tokenizer'] != {'kind': 'gpt2'}:
-            raise UserError(
-                f'dataset={cfg.dataset} was not made with the tokenizer of {cfg.init_from}'
-            )
-        model = checkpoint.pretrained(cfg.init_from, **changeable)
-    else:
-        # whole tiles for the head's matmul
-        padded = vocab if vocab < 1024 else -(-vocab // 64) * 64
-        gpt = {'vocab_size': padded, **gpt}
-        if gpt['vocab_size'] < vocab:
-            raise UserError(
-                f'vocab_size={gpt["vocab_size"]}, but dataset={cfg.dataset} has {vocab} token ids; leave it out to get '
-                f'{padded}, or set --vocab_size={padded}'
-            )
-        model = GPT(GPTConfig(**{'vocab_used': vocab, **gpt}))
-    for key, value in gpt.items():
-        if value is not None and value != getattr(model.cfg, key):
-            raise UserError(
-                f'{key}={value}, but the weights of init_from={cfg.init_from} have {getattr(model.cfg, key)}; leave it '
-                f'out, or train from scratch'
-            )
-    if model.cfg.vocab_size < vocab:
-        raise UserError(
-            f'dataset={cfg.dataset} has {vocab} token ids, the weights of init_from={cfg.init_from} only '
-            f'{model.cfg.vocab_size}; choose another --dataset'
-        )
-    return model
-
-
-def refuse_beyond_memory(gpt, batch_size):
-    """UserError where main memory cannot hold what every run puts there first: the matrices, and
-    the ids of a micro-batch."""
-    least, memory = (
-        48 * gpt.n_layer * gpt.n_embd**2 + 16 * batch_size * gpt.block_size,
-        runtime.main_memory(),
-    )
-    if least > memory:
-        raise UserError(
-            f'n_layer={gpt.n_layer}, n_embd={gpt.n_embd}, batch_size={batch_size}, block_size={gpt.block_size} need more than '
-            f'{least / 2**30:,.0f} GiB of main memory, and this machine has {memory / 2**30:,.0f}; lower them'
-        )
-
-
-def preview(given, options):
-    """Prints what a run would need, from the meta device."""
-    unread = {
-        'init_from': options.init_from != 'scratch',
-        'overwrite': options.overwrite,
-        'eval_only': options.eval_only,
-    }
-    if idle := [name for name, is_set in unread.items() if is_set]:
-        raise UserError(
-            f'{idle[0]}={getattr(options, idle[0])} has no effect with dry_run=True, which reads no file and shows a model '
-            f'from scratch: leave one out'
-        )
-    with torch.device('meta'):
-        model = GPT(build(GPTConfig, given))
-    cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2)
-    print(
-        f'{model.cfg}\n{model.num_params():,} parameters, {matrices:,} of them in matrices and tables'
-    )
-    for gpus in (1, 8, 64):
-        print(
-            f'{gpus} GPU{"s" * (gpus > 1)}: {parallel.memory_text(model, cfg, runtime.DTYPES.get(cfg.dtype, torch.bfloat16), gpus)}'
-        )
-
-
 # -----------------------------------------------------------------------------------------------------------------
 # evaluation and records
 
@@ -408,17 +252,6 @@ def evaluate(model, split, count, batch_size, rt):
     model.train()
     total, weight = rt.sum([total, weight])
     return total / weight
-
-
-def in_less(cfg, size, times):
-    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else
-    makes room."""
-    n, count = getattr(cfg, size), getattr(cfg, times)
-    parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
-    ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1)
-    ways += ['--activation_checkpointing=True'] * (not cfg.activation_checkpointing)
-    ways += ['--parallel=fsdp on several GPUs'] * (cfg.parallel == 'ddp') + ['a smaller model']
-    return f'try {", or ".join(ways)}'
 
 
 def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
@@ -469,8 +302,8 @@ def main(argv):
             state = checkpoint.with_shards(state, options.out_dir)
     elif state is None and options.init_from not in PRETRAINED:
         # contradictions come before the data's
-        refuse_beyond_memory(build(GPTConfig, given), options.batch_size)
-    (rank, world_size), accum_steps = runtime.world(), options.gradient_accumulation_steps
+        memory.refuse_beyond_memory(build(GPTConfig, given), options.batch_size)
+    (rank, world_size), accum_steps = world(), options.gradient_accumulation_steps
     if (
         'RANK' not in os.environ
         and (options.zero or options.parallel == 'fsdp')
@@ -501,12 +334,12 @@ def main(argv):
     # its weights come from rank 0's or from the shards
     elsewhere = options.parallel == 'fsdp' and (rank or from_shards)
     with (
-        runtime.memory_for('choose a smaller model: n_layer, n_embd, block_size'),
+        memory.memory_for('choose a smaller model: n_layer, n_embd, block_size'),
         torch.device('meta') if elsewhere else contextlib.nullcontext(),
     ):
         model = starting_model(given, options, state, meta, resumed)
     if not elsewhere:
-        refuse_beyond_memory(model.cfg, options.batch_size)
+        memory.refuse_beyond_memory(model.cfg, options.batch_size)
     cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
     train_split, val_split = (
         Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val')
@@ -536,13 +369,13 @@ def main(argv):
         f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
         f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
         f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens\n'
-        f'{model.num_params():,} parameters; {parallel.memory_text(model, cfg, rt.dtype, rt.world_size)}'
+        f'{model.num_params():,} parameters; {memory.memory_text(model, cfg, rt.dtype, rt.world_size)}'
     )
     if cfg.activation_checkpointing:
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
-    with runtime.memory_for(
+    with memory.memory_for(
         'try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs',
         SystemExit,
     ):
@@ -552,7 +385,7 @@ def main(argv):
 
     def losses():
         count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
-        with runtime.memory_for(in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
+        with memory.memory_for(memory.in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
             return {
                 'train_loss': evaluate(model, train_split, count, size, rt),
                 'val_loss': evaluate(
@@ -582,7 +415,7 @@ def main(argv):
         try:
             optimizer.load_state_dict(state['optimizer'])
             if from_shards:
-                sharded.load(cfg.out_dir, state, model, optimizer)
+                shards.load(cfg.out_dir, state, model, optimizer)
             if state['scaler']:  # not of a run that had none
                 scaler.load_state_dict(state['scaler'])
         except (ValueError, KeyError, RuntimeError) as error:
@@ -614,7 +447,7 @@ def main(argv):
             'dtype': str(rt.dtype)[6:],
             'compiled': compiled,
             'torch': torch.__version__,
-            'commit': runtime.code_version(),
+            'commit': code_version(),
             'command': ' '.join(sys.argv),
         }
         metrics = Metrics(cfg, facts, step, wandb_id)
@@ -717,8 +550,8 @@ def main(argv):
         # one update
         started = time.perf_counter()
         optimizer.set_lr(lr_multiplier(step, cfg))
-        with runtime.memory_for(
-            in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit
+        with memory.memory_for(
+            memory.in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit
         ):
             loss, grad_norm = update(
                 model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt

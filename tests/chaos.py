@@ -27,10 +27,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
-import checkpoint  # noqa: E402
-import train  # noqa: E402
-from configurator import UserError, at_least, build, parse, run  # noqa: E402
 from conftest import SMALL, arguments, records, write_data  # noqa: E402
+
+import train  # noqa: E402
+from nanonag import checkpoint  # noqa: E402
+from nanonag.cli import UserError, run
+from nanonag.configurator import at_least, build, parse  # noqa: E402
 
 PATIENCE = 90  # seconds that a run may take before it counts as hung
 UPDATES = 40  # of a run

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from configurator import UserError
-from model import GPT, GPTConfig, SCHEMES
+from model import GPT, SCHEMES, GPTConfig
+from nanonag.cli import UserError
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 

@@ -38,18 +38,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
 import torch
+from conftest import ALPHABET, SMALL, arguments, write_data
 
 import bench
-import checkpoint
 import plot
-import runtime
 import sample
-import tokenizer
 import train
-from configurator import alternatives, at_least, build, parse, run
-from conftest import ALPHABET, SMALL, arguments, write_data
-from data.writer import PrepareConfig
 from model import GPT, GPTConfig
+from nanonag import checkpoint, memory, report
+from nanonag.cli import run
+from nanonag.configurator import alternatives, at_least, build, parse
+from nanonag.data import tokenizer
+from nanonag.data.writer import PrepareConfig
 
 BATCH = 200  # cases of a worker: what they leak ends with it
 MEMORY = 3 * 2**30  # that a worker may allocate beyond what it starts with
@@ -979,7 +979,7 @@ def peak_memory():
 def watched(main, argv, folder, watch=()):
     """(exit code, what it printed, findings) of a script called with these arguments in
     `folder`."""
-    runtime.keep_freed_memory(False)  # what earlier cases freed would hide what this one takes
+    memory.keep_freed_memory(False)  # what earlier cases freed would hide what this one takes
     before, _, resident = snapshot(folder, *watch), peak_memory(), peak_memory()
     small = (
         sum(
@@ -1121,9 +1121,12 @@ def outcomes(cfg, base, scratch):
 def main(argv):
     cfg = build(FuzzConfig, parse(argv, FuzzConfig))
     torch.set_num_threads(1)
-    runtime.code_version = lambda: None  # git is no part of this, and two processes for each run
+    # git is no part of this, and two processes for each run
+    report.code_version = train.code_version = lambda: None
     tokenizer.gpt2_encoding()  # once, before the workers are forked
-    import matplotlib.backends.backend_agg, matplotlib.figure, pyarrow.parquet  # noqa: F401
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
 
     counts, found, t0 = collections.Counter(), {}, time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import call
 
 import bench
-import runtime
-from bench import BenchConfig, Scheme, flops_per_token, race, results, scheme_config, spread
-from configurator import UserError
-from conftest import call
+from bench import BenchConfig, Scheme, flops_per_token, scheme_config
 from model import GPT, GPTConfig
-from optim import configure_optimizer
+from nanonag import runtime
+from nanonag.benchmark import timing
+from nanonag.benchmark.timing import race, results, spread
+from nanonag.cli import UserError
+from nanonag.optim import configure_optimizer
 from train import TrainConfig
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=37, block_size=12)
@@ -243,7 +245,7 @@ def test_rounds_rotate_and_the_first_two_do_not_count(monkeypatch):
         one.turn += 1
         clock[0] += one.cost * one.turn
 
-    monkeypatch.setattr(bench.time, 'perf_counter', lambda: clock[0])
+    monkeypatch.setattr(timing.time, 'perf_counter', lambda: clock[0])
     ticks, waits = [], []
     seconds = race(
         contenders,
@@ -285,7 +287,11 @@ def test_peak_memory_is_of_a_fresh_process():
         GPTConfig(**{**TINY, 'vocab_size': 300_000}, update='gd'),
     )
     ballast = torch.ones(2**28)  # 1 GiB
-    assert 16 * 300_000 * 16 < bench.peak_bytes('gd', gpt_cfg, cfg) < ballast.nbytes
+    assert (
+        16 * 300_000 * 16
+        < bench.peak_bytes(bench.peak_bytes_here, 'gd', gpt_cfg, cfg)
+        < ballast.nbytes
+    )
 
 
 def test_peak_memory_is_that_of_two_steps(monkeypatch):
@@ -305,7 +311,7 @@ def test_peak_memory_is_that_of_two_steps(monkeypatch):
 
 def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
     pytest.importorskip('transformers')
-    monkeypatch.setattr(bench, 'peak_bytes', lambda name, *_: 2**31 if name == 'gd' else None)
+    monkeypatch.setattr(bench, 'peak_bytes', lambda _, name, *__: 2**31 if name == 'gd' else None)
     monkeypatch.setattr(runtime.Runtime, 'peak_flops', lambda self: 1e12)
     monkeypatch.setattr(bench.sys, 'argv', ['bench.py', '--seed=5'])
     path = tmp_path / 'new' / 'bench.json'

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-
-import runtime
 from conftest import TINY, fresh, nontrivial, relative_error, tokens
-from generation import Decoder
+
 from model import SCHEMES
+from nanonag import runtime
+from nanonag.decoder import Decoder
 
 BLOCK = TINY['block_size']
 # of 8 tokens into consecutive chunks

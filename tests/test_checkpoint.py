@@ -23,13 +23,16 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import checkpoint
-import train as script
-from checkpoint import Saver, build_model, digest, read, read_latest
-from configurator import UserError
 from conftest import ROOT, SMALL, arguments, fresh, nontrivial, tokens, train, write_data
+
+import train as script
 from model import GPT, GPTConfig
+from nanonag import checkpoint
+from nanonag.checkpoint import Saver, digest, read, read_latest
+from nanonag.checkpoint import saver as saver_module
+from nanonag.checkpoint.format import tensors
+from nanonag.cli import UserError
+from start import build_model
 
 TOKENIZER = {'kind': 'char', 'chars': list('abcdefghijklm')}
 
@@ -165,11 +168,11 @@ CALLS = ['torch.save', 'open', 'os.fsync', 'os.link', 'os.replace', 'os.unlink']
 
 
 def break_call(monkeypatch, call, error, before=True):
-    """Makes a call that checkpoint.py uses raise `error`, before or after its work."""
+    """Makes a call that the saver makes raise `error`, before or after its work."""
     owners = {
         'torch.save': (torch, 'save'),
-        'open': (checkpoint, 'open'),
-        'os.unlink': (checkpoint.Path, 'unlink'),
+        'open': (saver_module, 'open'),
+        'os.unlink': (Path, 'unlink'),
     }
     owner, name = owners.get(call, (os, call[3:]))
     original = getattr(owner, name, builtins.open)
@@ -235,7 +238,7 @@ class Faults:
         # thousands of saves are waited for here
         patch.setattr(os, 'fsync', self.watched('fsync', lambda descriptor: None))
         patch.setattr(
-            checkpoint,
+            saver_module,
             'open',
             lambda *args: FaultyFile(self.call('create', open, *args), self),
             raising=False,
@@ -505,14 +508,14 @@ def test_a_file_system_that_cannot_synchronize_folders(tmp_path, monkeypatch, nu
 def test_a_snapshot_is_made_in_the_memory_of_the_one_before(tmp_path):
     tied = torch.ones(2, 3)
     value = {'a': tied, 'b': [tied, torch.zeros(2)], 'c': (1, {'d': torch.ones(())}), 'e': tied.t()}
-    first = checkpoint.snapshot(value)
-    before = [t.data_ptr() for t in checkpoint.tensors(first)]
+    first = saver_module.snapshot(value)
+    before = [t.data_ptr() for t in tensors(first)]
     assert before[0] == before[1] and len(set(before)) == 4  # what is tied stays tied: stored once
     tied.fill_(7)
     value['b'][1] = torch.zeros(5)  # another shape
-    second = checkpoint.snapshot(value, first)
+    second = saver_module.snapshot(value, first)
     assert digest(second) == digest(value)
-    assert [a == t.data_ptr() for a, t in zip(before, checkpoint.tensors(second))] == [
+    assert [a == t.data_ptr() for a, t in zip(before, tensors(second))] == [
         True,
         True,
         False,
@@ -677,7 +680,7 @@ def test_what_has_no_place_in_a_checkpoint_is_refused_at_once(tmp_path, part, va
     ids=['set', 'bytes', 'complex', 'dtype', 'laughs'],
 )
 def test_only_tensors_and_plain_values_are_read(tmp_path, value, monkeypatch):
-    monkeypatch.setattr('checkpoint.digest', lambda state: 'valid')
+    monkeypatch.setattr('nanonag.checkpoint.saver.digest', lambda state: 'valid')
     torch.save(state(1) | {'spare': [value], 'digest': 'valid'}, tmp_path / 'ckpt.pt')
     with pytest.raises(UserError, match='has no place in a checkpoint|in two places'):
         read(tmp_path / 'ckpt.pt')
@@ -1090,7 +1093,7 @@ def test_without_locks_a_run_warns_and_trains(missing, data_folder, tmp_path, mo
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(
-        checkpoint,
+        saver_module,
         'fcntl',
         None if missing else types.SimpleNamespace(lockf=lockf, LOCK_EX=2, LOCK_NB=4),
     )
@@ -1208,7 +1211,7 @@ def test_a_path_that_vanishes_for_good_is_told_at_the_end_too(
 
 SLOW = """
 import sys, time, torch, train
-from configurator import run
+from nanonag.cli import run
 save = torch.save
 def slow(state, file):
     save(state, file)

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import configurator
-from configurator import UserError, build, parse, run, show_help
+from nanonag import cli, configurator
+from nanonag.cli import UserError, run
+from nanonag.configurator import build, parse
+from nanonag.help import show_help
 
 ROOT = configurator.ROOT
 CONFIGS = sorted(
@@ -313,8 +315,8 @@ def test_run(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     waits = []
-    monkeypatch.setattr(configurator.time, 'sleep', waits.append)
-    monkeypatch.setattr(configurator.os, '_exit', sys.exit)
+    monkeypatch.setattr(cli.time, 'sleep', waits.append)
+    monkeypatch.setattr(cli.os, '_exit', sys.exit)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     monkeypatch.delenv('RANK', raising=False)
     message = 'error: n_head does not divide n_embd\n'
@@ -349,7 +351,7 @@ def test_text_that_the_output_cannot_show_is_escaped(monkeypatch):
 PRINTS = """
 import sys
 sys.path.insert(0, {root!r})
-from configurator import UserError, run
+from nanonag.cli import UserError, run
 def main(argv):
     print('x' * int(argv[0]) + '\\u20ac')
     if len(argv) > 1:
@@ -360,7 +362,7 @@ run(main)
 
 def run_print(tmp_path, *args, redirect='', **env):
     """(exit code, stdout, stderr) of a script that prints, under the shell's `redirect`."""
-    (tmp_path / 'prints.py').write_text(PRINTS.format(root=ROOT), encoding='utf-8')
+    (tmp_path / 'prints.py').write_text(PRINTS.format(root=str(ROOT)), encoding='utf-8')
     command = f'exec {sys.executable} {tmp_path}/prints.py {" ".join(args)} {redirect}'
     done = subprocess.run(
         command, shell=True, capture_output=True, env=os.environ | {'RANK': '0', **env}, timeout=60
@@ -397,7 +399,7 @@ def test_an_error_of_another_file_is_not_taken_for_the_outputs(tmp_path):
 
 def test_a_file_opened_under_closed_streams_is_not_printed_into(tmp_path):
     (tmp_path / 'opens.py').write_text(
-        f'import os, sys\nsys.path.insert(0, {ROOT!r})\nfrom configurator import run\n'
+        f'import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanonag.cli import run\n'
         'run(lambda argv: (open(argv[0], "w"), os.write(1, b"printed"), os.write(2, b"warned")))',
         encoding='utf-8',
     )
@@ -429,7 +431,7 @@ class Config:
 ''',
         encoding='utf-8',
     )
-    monkeypatch.setattr(configurator, 'ROOT', str(tmp_path))
+    monkeypatch.setattr('nanonag.help.ROOT', tmp_path)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--n_layer=6'])
     assert show_help('A script.', 'model.py:Config') is None
     monkeypatch.setattr(sys, 'argv', ['train.py', 'x.py', '-h'])

@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import dataset
-import tokenizer
-from configurator import UserError
-from data import source, writer
+from nanonag.cli import UserError
+from nanonag.data import folder as dataset
+from nanonag.data import source, tokenizer, writer
 
 ROOT = Path(__file__).resolve().parents[1]
 BINS = ('train.bin', 'val.bin')
@@ -609,7 +608,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from data import writer
+from nanonag.data import writer
 from data.tinystories.prepare import main
 writer.CHUNK, writer.SAVE_EVERY = 500, 0
 save, append = writer.write_json, writer.Bin.append

@@ -8,11 +8,12 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import dataloader
-from configurator import UserError
-from dataloader import Split, TrainLoader, eval_windows, sequence_windows, shuffled
+from nanonag.cli import UserError
+from nanonag.data import loader as dataloader
+from nanonag.data.loader import Split, TrainLoader, eval_windows, sequence_windows, shuffled
 
 
 def make_split(folder, ids, block_size=4, vocab_size=50, dtype='uint16', tokens=None):

@@ -14,11 +14,11 @@ import sys
 
 import pytest
 import torch
-
-import checkpoint
-import train as script
-from checkpoint import read
 from conftest import ROOT, SMALL, arguments, call, records, run_train, start_train, train
+
+import train as script
+from nanonag import checkpoint
+from nanonag.checkpoint import read
 
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2')
 STEPS = dict(

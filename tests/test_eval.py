@@ -10,12 +10,12 @@ import datasets
 import lm_eval.tasks
 import pytest
 import torch
-
-import checkpoint
-import eval as script
-import runtime
 from conftest import ALPHABET, TINY, arguments, call, fresh, nontrivial, train, write_data
-from tokenizer import CharTokenizer, GPT2Tokenizer
+
+import eval as script
+from nanonag import checkpoint, runtime
+from nanonag.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from start import build_model
 
 BLOCK = TINY['block_size']
 CPU = runtime.Runtime(torch.device('cpu'), torch.float32)
@@ -466,8 +466,7 @@ def test_runs_tasks_of_every_kind_end_to_end(evaluate, run_folder):
         and told['config']['batch_size'] == 8
     )
     assert (
-        told['parameters']
-        == checkpoint.build_model(checkpoint.read(run_folder / 'best.pt'), '').num_params()
+        told['parameters'] == build_model(checkpoint.read(run_folder / 'best.pt'), '').num_params()
     )
 
 

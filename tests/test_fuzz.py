@@ -5,10 +5,11 @@ import re
 import subprocess
 import sys
 
+import fuzz
 import pytest
 
-import fuzz
-from configurator import ROOT, UserError
+from nanonag.cli import UserError
+from nanonag.files import ROOT
 
 
 def test_a_hundred_cases_hurt_nothing(tmp_path):

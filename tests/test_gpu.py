@@ -13,12 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-
-import bench
-import runtime
-import sample
-import train as script
-from checkpoint import read
 from conftest import (
     arguments,
     call,
@@ -30,11 +24,18 @@ from conftest import (
     tokens,
     train,
 )
-from generation import Decoder
-from loss import linear_cross_entropy
+
+import bench
+import sample
+import train as script
 from model import SCHEMES
-from optim import configure_optimizer, orthogonalize
-from train import TrainConfig, update as train_update
+from nanonag import runtime
+from nanonag.checkpoint import read
+from nanonag.decoder import Decoder
+from nanonag.loss import linear_cross_entropy
+from nanonag.optim import configure_optimizer, orthogonalize
+from train import TrainConfig
+from train import update as train_update
 
 DEVICE = 'cuda'
 ON_CUDA = DEVICE == 'cuda'
@@ -400,7 +401,7 @@ def test_samples(finished, capsys):
 def test_the_harness_gets_a_cpus_answers(update):
     pytest.importorskip('lm_eval')
     from eval import HarnessLM
-    from tokenizer import CharTokenizer
+    from nanonag.data.tokenizer import CharTokenizer
 
     answers = []
     for device in ('cpu', DEVICE):

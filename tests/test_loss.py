@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import loss
-from loss import linear_cross_entropy
+from nanonag import loss
+from nanonag.loss import linear_cross_entropy
 
 N, C, V = 37, 8, 19
 

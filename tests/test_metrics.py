@@ -12,15 +12,15 @@ import types
 
 import numpy as np
 import pytest
-
-import metrics
-from checkpoint import read
-from configurator import UserError
 from conftest import records, train
-from data import writer
-from dataset import read_meta
-from metrics import Metrics, other_units
-from tokenizer import CharTokenizer, GPT2Tokenizer
+
+from nanonag import metrics
+from nanonag.checkpoint import read
+from nanonag.cli import UserError
+from nanonag.data import writer
+from nanonag.data.folder import read_meta
+from nanonag.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from nanonag.metrics import Metrics, other_units
 
 
 def record_of_run(folder, step=0, **facts):

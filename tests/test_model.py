@@ -6,15 +6,15 @@ import dataclasses
 import math
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
+from conftest import TINY, fresh, nontrivial, perturb, relative_error, rules, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import reference
-from configurator import UserError
-from conftest import TINY, fresh, nontrivial, perturb, relative_error, rules, tokens
-from model import GPT, GPTConfig, SCHEMES
+from model import GPT, SCHEMES, GPTConfig
+from nanonag.cli import UserError
 
 STARTS = dict(mu=0.5, beta=0.5, gamma=math.log(2), nu=1.0, alpha=0.05)
 
@@ -159,7 +159,7 @@ def test_loss_in_chunks(update, rows, monkeypatch):
     plain.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr('loss.CHUNK', rows * V)
+    monkeypatch.setattr('nanonag.loss.CHUNK', rows * V)
     with Largest() as largest:
         _, loss = model(idx, targets)
         loss.backward()

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 import torch.nn as nn
+from conftest import fresh, perturb, tokens
 
 from model import SCHEMES
-from conftest import fresh, perturb, tokens
-from optim import configure_optimizer, describe, lr_multiplier, route
+from nanonag.optim import configure_optimizer, describe, lr_multiplier, route
 from train import TrainConfig
 
 OPTIMIZERS = [
@@ -91,7 +91,7 @@ def test_muon_gets_only_the_matrices_inside_layers(update, options):
 def test_a_module_type_without_a_rule_is_named():
     model = fresh(update='gd')
     model.transformer.h[1].attn.mixer = nn.Conv1d(2, 2, 1)
-    with pytest.raises(ValueError, match=r'transformer\.h\.1\.attn\.mixer\.weight.*route'):
+    with pytest.raises(ValueError, match=r'transformer\.h\.1\.attn\.mixer\.weight.*param_kind'):
         configure_optimizer(model, resolved())
     model = fresh(update='gd')
     model.extra = nn.Parameter(torch.zeros(2))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import plot
-from configurator import UserError
+from nanonag.cli import UserError
 
 
 def write_run(

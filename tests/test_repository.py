@@ -6,12 +6,11 @@ import re
 import sys
 
 import pytest
-
 from conftest import ROOT
 
 TESTS = ROOT / 'tests'
 SOURCES = sorted(
-    path for pattern in ('*.py', 'data/*.py', 'data/*/*.py') for path in ROOT.glob(pattern)
+    path for pattern in ('*.py', 'data/*/*.py', 'nanonag/**/*.py') for path in ROOT.glob(pattern)
 )
 # what `import model` may need; all else is imported where it is used
 REQUIRED = {'torch', 'numpy', 'safetensors', 'tqdm'}
@@ -121,7 +120,7 @@ def optional(node):
 def test_importing_needs_torch_and_no_kernel_or_service_library(path):
     """So that any machine can train and test: flash_attn, wandb, transformers and the like are for
     those who ask for them."""
-    ours = {source.stem for source in SOURCES} | {'data'}
+    ours = {path.stem for path in ROOT.glob('*.py')} | {'data', 'nanonag'}
     tree = syntax(path)
     at_import = [
         node
@@ -131,3 +130,17 @@ def test_importing_needs_torch_and_no_kernel_or_service_library(path):
     ]
     found = {name.split('.')[0] for name in imports(at_import)}
     assert found <= ours | REQUIRED | set(sys.stdlib_module_names)
+
+
+ENGINE = sorted((ROOT / 'nanonag').rglob('*.py'))
+
+
+@pytest.mark.parametrize('path', ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_engine_imports_no_file_of_the_root(path):
+    """So that model.py can be read, replaced and exported without what surrounds it."""
+    root = {path.stem for path in ROOT.glob('*.py')} | {'data', 'tests'}
+    assert not root & {name.split('.')[0] for name in imports(ast.walk(syntax(path)))}
+
+
+def test_the_root_holds_what_one_runs_or_reads():
+    assert len(list(ROOT.glob('*.py'))) <= 10

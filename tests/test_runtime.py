@@ -11,10 +11,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
-import runtime
-from configurator import UserError
 from conftest import ROOT
+
+from nanonag import runtime
+from nanonag.cli import UserError, world
 
 DEVICES = ('cuda', 'mps', 'cpu')
 
@@ -117,7 +117,7 @@ def test_processes_are_counted_over_all_nodes(machine, nodes, per_node, monkeypa
         monkeypatch.setenv('RANK', str(rank))
         monkeypatch.setenv('LOCAL_RANK', str(rank % per_node))
         rt = runtime.start()
-        assert (rt.rank, rt.world_size) == (rank, nodes * per_node) == runtime.world()
+        assert (rt.rank, rt.world_size) == (rank, nodes * per_node) == world()
         assert (
             groups.pop() == ('nccl', torch.device('cuda', rank % per_node)) == ('nccl', rt.device)
         )
@@ -247,7 +247,8 @@ def test_a_restart_meets_nothing_of_the_start_before(monkeypatch):
 def test_freed_memory_serves_the_next_tensors():
     """Tensors of 64 MiB after another: not each has to have its 16,384 pages cleared by the
     system."""
-    program = """import resource, runtime, sys, torch
+    program = """import resource, sys, torch
+from nanonag import runtime
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def cleared(i):

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-
-import checkpoint
-import sample
 from conftest import ALPHABET, arguments, call, fresh, train, write_data
+
+import sample
+from nanonag import checkpoint
 
 
 @pytest.fixture(scope='module')

@@ -7,15 +7,16 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-
-import checkpoint
-import parallel
-import sharded
-from checkpoint import Saver, read, read_latest
-from configurator import UserError
 from conftest import call, fresh
-from optim import configure_optimizer
-from runtime import Runtime
+
+import checkpoint as script
+from nanonag import checkpoint, parallel
+from nanonag.checkpoint import Saver, read, read_latest
+from nanonag.checkpoint import saver as saver_module
+from nanonag.checkpoint import shards as sharded
+from nanonag.cli import UserError
+from nanonag.optim import configure_optimizer
+from nanonag.runtime import Runtime
 from train import TrainConfig
 
 
@@ -111,7 +112,7 @@ def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, 
     shards."""
     folder, _ = saved
     model, optimizer = trained()
-    saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), checkpoint.os.replace
+    saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), saver_module.os.replace
 
     def failing(source, target):
         if target.name == 'best.pt':
@@ -119,7 +120,7 @@ def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, 
         replace(source, target)
 
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint.os, 'replace', failing)
+        broken.setattr(saver_module.os, 'replace', failing)
         saver.save(state(model, optimizer, 3), best=True)
         assert not saver.wait()
     saver.save(state(model, optimizer, 4))
@@ -245,7 +246,7 @@ def test_a_shard_holds_no_code(saved):
 def test_one_file_of_shards(saved, tmp_path):
     folder, weights = saved
     content = checkpoint.load(folder / 'ckpt.pt')
-    assert call(checkpoint.main, [folder / 'ckpt.pt', tmp_path / 'whole.pt'])[0] == 0
+    assert call(script.main, [folder / 'ckpt.pt', tmp_path / 'whole.pt'])[0] == 0
     shutil.rmtree(folder / 'shards-00000002')
     whole = read(tmp_path / 'whole.pt')
     assert 'shards' not in whole and whole.keys() | {'shards'} == content.keys()
@@ -263,5 +264,5 @@ def test_one_file_of_shards(saved, tmp_path):
     ],
 )
 def test_mistakes_in_making_one_file(argv, message):
-    code, text = call(checkpoint.main, argv)
+    code, text = call(script.main, argv)
     assert code == 2 and message in text

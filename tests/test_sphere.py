@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-
 from conftest import TINY, fresh, nontrivial, tokens
+
 from model import SCHEMES
 
 SPHERES = [name for name, (rule, _) in SCHEMES.items() if rule.normalized]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tokenizer
-from configurator import UserError
-from data import source
+from nanonag.cli import UserError
+from nanonag.data import source, tokenizer
 
 TRICKY = [
     'Hello world',

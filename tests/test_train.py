@@ -16,11 +16,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch.amp import GradScaler
-
-import checkpoint
-import train as script
-from checkpoint import read
 from conftest import (
     ALPHABET,
     ROOT,
@@ -33,7 +28,12 @@ from conftest import (
     train,
     write_data,
 )
+from torch.amp import GradScaler
+
+import train as script
 from model import GPT, SCHEMES
+from nanonag import checkpoint
+from nanonag.checkpoint import read
 
 NOT_COMPARED = ('tokens_per_s',)
 
@@ -434,7 +434,7 @@ def test_a_run_needs_no_utf8_locale(tmp_path):
     (tmp_path / 'in.txt').write_text('na\u00efve \u4f60\u597d\n' * 99, encoding='utf-8')
     code = f"""if True:
         import sys
-        from configurator import run
+        from nanonag.cli import run
         from data.shakespeare_char import prepare
         import train, sample
         for script, argv in ((prepare, ['--input=in.txt', '--out_dir=data']),
@@ -952,7 +952,7 @@ def test_mistakes_are_told_before_anything_is_written(options, message, data_fol
 
 def test_memory_that_the_model_does_not_get_is_a_users_mistake(data_folder, tmp_path, monkeypatch):
     """Below what the machine has in all, but not to be had."""
-    monkeypatch.setattr('runtime.main_memory', lambda: 2.0**70)
+    monkeypatch.setattr('nanonag.memory.main_memory', lambda: 2.0**70)
     outcome = train(data_folder, tmp_path / 'out', n_embd=2**24)
     assert (
         outcome.code == 2

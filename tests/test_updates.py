@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
 from conftest import fresh, nontrivial, perturb, relative_error, rules, tokens
+
 from model import SCHEMES
 
 NATURAL = {'mu': torch.sigmoid, 'beta': torch.sigmoid, 'gamma': F.softplus, 'nu': F.softplus}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import run
-from data.source import load_hub, read_rows
-from data.writer import prepare
+from nanonag.cli import run
+from nanonag.data.source import load_hub, read_rows
+from nanonag.data.writer import prepare
 
 NAME = 'Skylion007/openwebtext'
 VAL_FRACTION, SEED = 0.0005, 2357  # nanoGPT's

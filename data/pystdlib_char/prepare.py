@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import run
-from data.writer import prepare
+from nanonag.cli import run
+from nanonag.data.writer import prepare
 
 SKIPPED = {
     'encodings',  # tables

@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configurator import run
 from data.shakespeare.prepare import download
-from data.writer import prepare
+from nanonag.cli import run
+from nanonag.data.writer import prepare
 
 
 def main(argv):

@@ -10,43 +10,34 @@ import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from model import Embedding, Linear, Scalar, Scale
-
 
 def route(model):
-    """{kind: {name: parameter}}, by the type of the module that owns a parameter; every parameter
-    in exactly one kind.
+    """{kind: {name: parameter}}: every parameter of the model in exactly one kind.
 
-    matrices: Linear weights inside the layers (Muon's, if it is used). embeddings: the tables and
-    the head. norms: LayerNorms and biases. scalars: mu, beta, gamma, nu. scales: nGPT's alpha and s
-    vectors. Raises ValueError naming the parameters of a module type that no rule covers."""
+    The module that owns a parameter declares its kind as `param_kind`; biases and torch's own
+    LayerNorm are norms. matrices: the weights inside the layers (Muon's, if it is used).
+    embeddings: the tables and the head. norms: LayerNorms and biases. scalars: mu, beta, gamma, nu.
+    scales: nGPT's alpha and s vectors.
+
+    Raises ValueError naming the parameters of modules that declare no kind.
+    """
     kinds = {kind: {} for kind in ('matrices', 'embeddings', 'norms', 'scalars', 'scales')}
-    in_layers, seen, unknown = set(model.transformer.h.modules()), set(), []
+    seen, unknown = set(), []
     for path, module in model.named_modules():
         for name, p in module.named_parameters(path, recurse=False):
             if p in seen:  # a tied head is the token table
                 continue
             seen.add(p)
-            match module:
-                case nn.LayerNorm():
-                    kind = 'norms'
-                case Linear() if name.endswith('.bias'):
-                    kind = 'norms'
-                case Linear() if module in in_layers:
-                    kind = 'matrices'
-                case Linear() | Embedding():
-                    kind = 'embeddings'
-                case Scalar():
-                    kind = 'scalars'
-                case Scale():
-                    kind = 'scales'
-                case _:
-                    unknown.append(name)
-                    continue
-            kinds[kind][name] = p
+            if isinstance(module, nn.LayerNorm) or name.endswith('.bias'):
+                kinds['norms'][name] = p
+            elif getattr(module, 'param_kind', None) in kinds:
+                kinds[module.param_kind][name] = p
+            else:
+                unknown.append(name)
     if unknown:
         raise ValueError(
-            f'no optimizer rule for {", ".join(unknown)}: give their module types one in optim.route'
+            f'no optimizer rule for {", ".join(unknown)}: the modules that own them need a '
+            f'param_kind, one of {", ".join(kinds)}'
         )
     return {kind: params for kind, params in kinds.items() if params}
 
@@ -257,7 +248,7 @@ def configure_optimizer(model, cfg, dtype=torch.float32):
     stacked = {
         module.weight: module.stacked
         for module in model.modules()
-        if isinstance(module, Linear) and cfg.muon_qkv == 'split'
+        if hasattr(module, 'stacked') and cfg.muon_qkv == 'split'
     }
     for kind, params in kinds.items():
         group, lr, wd = groups[kind]

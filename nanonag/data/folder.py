@@ -7,10 +7,11 @@ import os
 import re
 from pathlib import Path
 
-import tokenizer
-from configurator import UserError, nearest
+from nanonag.cli import UserError
+from nanonag.configurator import nearest
+from nanonag.data import tokenizer
+from nanonag.files import ROOT
 
-ROOT = Path(__file__).resolve().parent
 SPLITS = ('train', 'val')
 MAX_BYTES = 2**25  # of meta.json: room for a vocabulary of all of Unicode
 

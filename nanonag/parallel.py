@@ -5,6 +5,7 @@ import contextlib
 import functools
 
 import torch
+import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
-
-from model import Linear
 
 
 def checkpoint_activations(model):
@@ -46,7 +45,7 @@ def shard(model, rt):
     )
     for block in model.transformer.h:
         fully_shard(
-            [module for module in block.modules() if isinstance(module, Linear)],
+            [module for module in block.modules() if isinstance(module, nn.Linear)],
             mesh=mesh,
             mp_policy=half,
         )
@@ -101,36 +100,4 @@ def whole_state(model):
         return model.state_dict()
     return get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-
-
-def memory_estimate(model, cfg, dtype, world_size):
-    """{how: bytes on each GPU} for ddp, ddp with zero, and fsdp; activations without checkpointing,
-    no fragmentation.
-
-    `model` may be on the meta device. State: 4 bytes a parameter each for weight and gradient, 8
-    for AdamW's moments, 4 for Muon's momentum. Activations: about 34 C bytes a token and layer in
-    16 bits (Korthikanti et al., 2022, without the attention matrix), twice that for the momentum
-    schemes' float32 streams and for SwiGLU's wider hidden layer at the most."""
-    params = sum(p.numel() for p in model.parameters())
-    matrices = sum(m.weight.numel() for m in model.transformer.h.modules() if isinstance(m, Linear))
-    optimizer = 8 * params - (4 * matrices if cfg.optimizer == 'muon' else 0)
-    tokens, layer = cfg.batch_size * model.cfg.block_size, matrices // model.cfg.n_layer
-    activations = (
-        tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
-    )
-    return {
-        'ddp': 8 * params + optimizer + activations,
-        'ddp + zero': 8 * params + optimizer // world_size + activations,
-        'fsdp': (8 * params + optimizer) // world_size
-        + 4 * (params - matrices)
-        + 8 * layer
-        + activations,
-    }
-
-
-def memory_text(model, cfg, dtype, world_size):
-    return 'memory on each device about ' + ', '.join(
-        f'{size / 2**30:.1f} GiB ({how})'
-        for how, size in memory_estimate(model, cfg, dtype, world_size).items()
     )

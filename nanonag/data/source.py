@@ -15,8 +15,8 @@ import urllib.request
 from itertools import islice
 from pathlib import Path
 
-from configurator import UserError
-from tokenizer import replace_surrogates
+from nanonag.cli import UserError
+from nanonag.data.tokenizer import replace_surrogates
 
 SUFFIXES = ('.txt', '.jsonl', '.parquet')
 BLOCK = 2**20  # bytes read at a time

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception: not caught as one
 from torch.distributed.tensor import DTensor
 
-from configurator import UserError
+from nanonag.checkpoint.checksum import digest
+from nanonag.cli import UserError
 
 
 def split(state):
@@ -55,7 +56,7 @@ def joined(state, tensors, where):
     return state
 
 
-def write(folder, tensors, digest, group):
+def write(folder, tensors, group):
     """Writes this rank's part of the tensors (in main memory) and reads it back -> {file: digest}
     of all ranks' files.
 
@@ -110,7 +111,7 @@ def load(folder, state, model, optimizer):
         raise UserError(f'{folder}: not the shards of this run ({last_line(error)})') from None
 
 
-def read(folder, shards, digest, whole, prefix=''):
+def read(folder, shards, whole, prefix=''):
     """{key: whole tensor}, of the keys that begin with `prefix`, read by this process alone; {}
     unless `whole`.
 

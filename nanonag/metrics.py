@@ -7,8 +7,7 @@ import statistics
 from collections import deque
 from pathlib import Path
 
-from configurator import UserError
-from runtime import warn
+from nanonag.cli import UserError, warn
 
 # a spike: a loss so many standard deviations above the mean of so many training records before it
 WINDOW, DEVIATIONS = 50, 5

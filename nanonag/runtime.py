@@ -1,12 +1,9 @@
 """Device, precision, processes and printing: the preamble that train, sample and bench share."""
 
 import contextlib
-import ctypes
-import math
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -16,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import ROOT, UserError, settle, tell
+from nanonag.cli import UserError, settle, world
+from nanonag.memory import keep_freed_memory
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # dense 16-bit operations per second by device name (the makers' data sheets); the first match
@@ -103,34 +101,6 @@ class Runtime:
         """bfloat16 operations per second of one such device, None if unknown."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else ''
         return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
-def keep_freed_memory(keep=True):
-    """Makes glibc keep the memory of freed tensors for the next ones; given back to the system,
-    each of its pages has to be cleared again at the next use: an eighth of a training step on a
-    CPU. keep=False: about what glibc does by itself."""
-    # another C library has other ways
-    with contextlib.suppress(OSError, TypeError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        # M_MMAP_MAX: how many blocks come straight from the system
-        mallopt(-4, 0 if keep else 65536)
-        # M_TRIM_THRESHOLD: how much may lie free at the top; -1: all
-        mallopt(-1, -1 if keep else 2**26)
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the size up to which none does, at its maximum
-
-
-def world():
-    """(rank, number of processes) as torchrun tells them."""
-    try:
-        return (
-            (int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))
-            if 'RANK' in os.environ
-            else (0, 1)
-        )
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, or unset RANK'
-        ) from None
 
 
 def start(device='auto', dtype='auto', backend='auto'):
@@ -268,23 +238,6 @@ def compile_model(model, mode, runtime):
     return compiled
 
 
-def code_version():
-    """The commit of this code, '+' after it if files differ from it; None outside a repository."""
-
-    def git(*args):
-        return subprocess.run(
-            ['git', '-C', ROOT, *args], capture_output=True, text=True
-        ).stdout.strip()
-
-    try:
-        return (
-            git('rev-parse', '--short=12', 'HEAD')
-            + '+' * bool(git('status', '--porcelain', '-uno'))
-        ) or None
-    except OSError:
-        return None
-
-
 def rng_state(device):
     """The state of the generators that dropout on `device` draws from, a list of tensors."""
     return [torch.get_rng_state()] + (
@@ -323,36 +276,3 @@ def stop():
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def warn(message):
-    tell(f'warning: {message}')
-
-
-def main_memory():
-    """Bytes of this machine's memory, inf where it does not tell."""
-    try:
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (AttributeError, ValueError, OSError):
-        return math.inf
-
-
-@contextlib.contextmanager
-def memory_for(remedy, failure=UserError):
-    """Turns running out of memory, the device's or main memory, into a `failure` that names the
-    remedy."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        says_so = (
-            "can't allocate memory",
-            'not enough memory',
-            'Storage size calculation overflowed',
-            'multiplication overflow',
-        )
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
-            text in reason for text in says_so
-        ):
-            raise
-        raise failure(f'out of memory ({reason:.200}); {remedy}') from None

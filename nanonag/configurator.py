@@ -10,18 +10,16 @@ Literal[...] or tuple[str, ...] (`a,b` or `a b`), each possibly `| None`. An int
 (6e5, 480 / 40), a float takes ints, neither takes True or False."""
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import math
 import operator
 import os
-import re
-import sys
-import time
 import typing
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+from nanonag.cli import UserError
+from nanonag.files import ROOT
+
 MAX_BYTES = 2**16  # of a config file
 # no option is as large: the float32 that it becomes stays finite, and so do sums of some
 HUGE = 1e30
@@ -43,84 +41,6 @@ OPERATORS = {
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
-
-
-class UserError(ValueError):
-    """What a user got wrong: where, what was given, what is allowed, what to do. Scripts print it
-    and exit with 2."""
-
-
-def run(main):
-    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the
-    output could not be written."""
-    open_streams()
-    code = 0
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        rank = os.environ.get('RANK', '0')
-        if rank != '0':
-            # if rank 0 has the same to say, this process is ended before it repeats it
-            time.sleep(10)
-        tell(f'error: {error}' + f' (rank {rank})' * (rank != '0'))
-        dist = sys.modules.get('torch.distributed')
-        if dist and dist.is_available() and dist.is_initialized():
-            os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
-        code = 2
-    except SystemExit as stop:
-        code = stop.code
-        if isinstance(code, str):  # the last words of a run
-            tell(code)
-            code = 1
-    except BrokenPipeError:
-        os._exit(1)  # the reader of the output has left, as `| head` does
-    except KeyboardInterrupt:
-        # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being
-        # written
-        os._exit(130)
-    except OSError:
-        if settle(sys.stdout, '\n'):  # it was not about the output
-            raise
-        code = 1
-    if not settle(sys.stdout):
-        code = code or 1
-    settle(sys.stderr)
-    if code:
-        sys.exit(code)
-
-
-def open_streams():
-    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next
-    file opened would take that number, and with it what libraries print there. What the terminal's
-    encoding lacks is printed as an escape."""
-    # in the order of their numbers: a file opened takes the lowest that is free
-    for name in ('stdin', 'stdout', 'stderr'):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w', encoding='utf-8'))
-    if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='backslashreplace')
-
-
-def settle(stream, probe=''):
-    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it
-    is told, and dropped together with all that follows: Python would try once more at its end and
-    make the exit code 120."""
-    try:
-        stream.write(probe)
-        stream.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        tell(
-            f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost'
-        )
-        return False
-    return True
-
-
-def tell(message):
-    """Prints to standard error; a full or closed one costs the message only."""
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
 
 
 def build(cls, overrides):
@@ -368,53 +288,3 @@ def evaluate(node, names):
     if isinstance(value, int) and abs(value) >= MAX_INT:
         raise ValueError('the integer does not fit into 64 bits')
     return value
-
-
-def show_help(doc, *sources):
-    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit."""
-    if {'-h', '--help'} & set(sys.argv[1:]):
-        run(lambda _: print(help_text(doc, *sources)))
-        sys.exit(0)
-
-
-def comment_of(field, lines):
-    """The comment on a field's line, or else the one on the lines directly above it."""
-    comment = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode().strip('# ')
-    above = field.lineno - 2
-    while lines[above].strip().startswith('# ') and '# ----' not in lines[above]:
-        above -= 1
-    return comment or ' '.join(line.strip('# ') for line in lines[above + 1 : field.lineno - 1])
-
-
-def help_text(doc, *sources):
-    """`doc` and the fields of each source, read from the source text, so that help is instant. A
-    dict that the comment of a field names, like SCHEMES, is printed as its keys."""
-    parts = [doc.strip()]
-    for source in sources:
-        path, name = source.split(':')
-        with open(os.path.join(ROOT, path), encoding='utf-8') as file:
-            text = file.read()
-        lines, body = text.splitlines(), ast.parse(text).body
-        dicts = {
-            ast.unparse(node.targets[0]): ', '.join(
-                ast.unparse(key).strip("'") for key in node.value.keys if key
-            )
-            for node in body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        }
-        rows = []
-        for node in next(
-            node for node in body if isinstance(node, ast.ClassDef) and node.name == name
-        ).body:
-            if isinstance(node, ast.AnnAssign) and node.value:
-                kind = ast.unparse(node.annotation).replace(' | ', '|')
-                kind = re.sub(
-                    r'Literal\[(.*?)\]', lambda m: m[1].replace("'", '').replace(', ', '|'), kind
-                )
-                comment = comment_of(node, lines)
-                comment = re.sub(r'\w+', lambda m: dicts.get(m[0], m[0]), comment)
-                rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
-        widths = [max(map(len, column)) for column in zip(*rows)][:3] + [0]
-        parts.append(f'\n{name} in {path}:')
-        parts += ['  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return '\n'.join(parts)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import UserError
-from dataset import how_to_prepare
+from nanonag.cli import UserError
+from nanonag.data.folder import how_to_prepare
 
 # splits of up to that many tokens are checked whole at the start, the ids of longer ones as they
 # are read

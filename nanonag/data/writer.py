@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import tokenizer
-from configurator import UserError, at_least, between, build, parse, show_help
-from data import source
-from dataset import SPLITS, token_dtype
-from workers import worker_pool
+from nanonag.cli import UserError
+from nanonag.configurator import at_least, between, build, parse
+from nanonag.data import source, tokenizer
+from nanonag.data.folder import SPLITS, token_dtype
+from nanonag.help import show_help
+from nanonag.workers import worker_pool
 
 CHUNK = 2**20  # characters tokenized by one process at a time
 SAVE_EVERY = 10  # seconds of work that a kill may cost
@@ -70,7 +71,7 @@ def prepare(
     comes from without --input; `hub`: it brings its own splits. kind: 'char' or 'gpt2'. continuous:
     one text rather than documents, so there is no end-of-text token and the end is held out.
     separator: stands between the documents of a .txt file."""
-    show_help(doc, 'data/writer.py:PrepareConfig')
+    show_help(doc, 'nanonag/data/writer.py:PrepareConfig')
     options = parse(argv, PrepareConfig)
     cfg = build(PrepareConfig, options)
     refuse_unused(cfg, options, hub, continuous)

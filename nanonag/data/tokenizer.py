@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError
+from nanonag.cli import UserError
 
 EOT = '<|endoftext|>'
 MAX_CODE = 0x110000  # Unicode's code points are below

@@ -1,0 +1,1 @@
+"""Comparing speed and memory: measurements, peers, tables."""
