@@ -1,46 +1,32 @@
-"""The way into and out of every script: one message for a user's mistake, exit codes, streams."""
+"""How every script begins and ends: streams, a single message for a user's mistake, exit codes."""
 
 import contextlib
+import difflib
 import os
 import sys
 import time
 
+PATIENCE = 10  # seconds that other ranks leave rank 0 to report a mistake that all of them found
+
 
 class UserError(ValueError):
-    """What a user got wrong: where, what was given, what is allowed, what to do. Scripts print it
-    and exit with 2."""
+    """A mistake of the user; scripts print it and exit with code 2.
+
+    The message says where the mistake is, what was given, what is allowed and what to do.
+    """
 
 
 def run(main):
-    """Call main(arguments): every script's way in, and out with 2 after a UserError, with 1 if the
-    output could not be written."""
+    """Calls ``main(arguments)`` with the command line's arguments, and exits.
+
+    The exit code is 0, 2 after a :class:`UserError`, what a ``SystemExit`` carries (1 if that is a
+    message), 130 after Ctrl-C, and 1 if the output could not be written.
+    """
     open_streams()
-    code = 0
     try:
-        main(sys.argv[1:])
-    except UserError as error:
-        rank = os.environ.get('RANK', '0')
-        if rank != '0':
-            # if rank 0 has the same to say, this process is ended before it repeats it
-            time.sleep(10)
-        tell(f'error: {error}' + f' (rank {rank})' * (rank != '0'))
-        dist = sys.modules.get('torch.distributed')
-        if dist and dist.is_available() and dist.is_initialized():
-            os._exit(2)  # torn down in the middle, a process group can wait for the others for ever
-        code = 2
-    except SystemExit as stop:
-        code = stop.code
-        if isinstance(code, str):  # the last words of a run
-            tell(code)
-            code = 1
-    except BrokenPipeError:
-        os._exit(1)  # the reader of the output has left, as `| head` does
-    except KeyboardInterrupt:
-        # 128 + SIGINT, as a shell reports it; at once: sys.exit would wait for a checkpoint being
-        # written
-        os._exit(130)
+        code = code_of(main)
     except OSError:
-        if settle(sys.stdout, '\n'):  # it was not about the output
+        if settle(sys.stdout, '\n'):  # standard output is not what failed
             raise
         code = 1
     if not settle(sys.stdout):
@@ -50,53 +36,110 @@ def run(main):
         sys.exit(code)
 
 
+def code_of(main):
+    """The exit code that ``main(arguments)`` leads to, its last message printed."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        report(error)
+        return 2
+    except SystemExit as stop:
+        if not isinstance(stop.code, str):
+            return stop.code
+        tell(stop.code)
+        return 1
+    except BrokenPipeError:
+        os._exit(1)  # the reader of the output has ended, as `| head` does
+    except KeyboardInterrupt:
+        os._exit(130)  # 128 + SIGINT; at once, where sys.exit would wait for a checkpoint's thread
+    return 0
+
+
+def report(error):
+    """Prints a user's mistake, under torchrun once."""
+    rank = os.environ.get('RANK', '0')
+    if rank != '0':
+        time.sleep(PATIENCE)  # rank 0 has usually found the same and torchrun ends this process
+        tell(f'error: {error} (rank {rank})')
+    else:
+        tell(f'error: {error}')
+    dist = sys.modules.get('torch.distributed')
+    if dist and dist.is_available() and dist.is_initialized():
+        os._exit(2)  # destroying a process group that others still use can block
+
+
 def open_streams():
-    """Puts the null device in the place of standard streams that were closed (`2>&-`): the next
-    file opened would take that number, and with it what libraries print there. What the terminal's
-    encoding lacks is printed as an escape."""
-    # in the order of their numbers: a file opened takes the lowest that is free
-    for name in ('stdin', 'stdout', 'stderr'):
+    """Opens the null device for each standard stream that is closed, as after ``2>&-``.
+
+    Otherwise the next file opened would get the stream's number, and what libraries print would go
+    into it. Characters that the output's encoding lacks are printed as escapes.
+    """
+    for name in ('stdin', 'stdout', 'stderr'):  # in the order of their numbers
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, 'r' if name == 'stdin' else 'w', encoding='utf-8'))
+            mode = 'r' if name == 'stdin' else 'w'
+            setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='backslashreplace')
 
 
 def settle(stream, probe=''):
-    """Whether all that was printed to the stream, and `probe` after it, can be written. If not it
-    is told, and dropped together with all that follows: Python would try once more at its end and
-    make the exit code 120."""
+    """Writes what was printed to a stream, and ``probe`` after it; returns whether that succeeded.
+
+    After a failure the stream is connected to the null device: Python would otherwise try again at
+    exit and change the exit code to 120.
+    """
     try:
         stream.write(probe)
         stream.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         tell(
-            f'error: {stream.name} cannot be written: {error.strerror}; what is printed there is lost'
+            f'error: {stream.name} cannot be written: {error.strerror}; what is printed there '
+            f'is lost'
         )
         return False
     return True
 
 
 def tell(message):
-    """Prints to standard error; a full or closed one costs the message only."""
+    """Prints to standard error; if that is full or closed, the message is lost."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def warn(message):
+    """Prints a warning to standard error."""
     tell(f'warning: {message}')
 
 
+def note(message):
+    """Prints to standard error what was decided for the user, under torchrun once."""
+    if world()[0] == 0:
+        tell(f'note: {message}')
+
+
+def first_line(error):
+    """The first line of an exception's message, or its type's name where there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(name, names):
+    """'; did you mean X?' for the most similar of the names, '' if none is similar."""
+    similar = difflib.get_close_matches(name, names, n=1)
+    return f'; did you mean {similar[0]!r}?' if similar else ''
+
+
 def world():
-    """(rank, number of processes) as torchrun tells them."""
+    """(rank, number of processes) as torchrun sets them; (0, 1) without torchrun.
+
+    Raises UserError if RANK is set without the other variables.
+    """
+    if 'RANK' not in os.environ:
+        return 0, 1
     try:
-        return (
-            (int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))
-            if 'RANK' in os.environ
-            else (0, 1)
-        )
+        return int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
     except (KeyError, ValueError) as error:
         raise UserError(
-            f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, or unset RANK'
+            f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, '
+            f'or unset RANK'
         ) from None

@@ -1,59 +1,79 @@
-"""--help: the options of a script, read from its source, so that help needs no torch."""
+"""--help: the options of a script, read from its source, so that no import delays the answer."""
 
 import ast
-import os
 import re
 import sys
 
 from nanonag.cli import run
 from nanonag.files import ROOT
 
+SECTION = '# ---- '  # begins a comment that heads the options after it
+
 
 def show_help(doc, *sources):
-    """With -h or --help: print `doc` and the fields of each source 'FILE.py:Class', then exit."""
+    """With -h or --help on the command line, prints the script's help and exits.
+
+    Args:
+        doc: the script's docstring.
+        sources: the dataclasses of its options, each as 'FILE.py:Class'.
+    """
     if {'-h', '--help'} & set(sys.argv[1:]):
         run(lambda _: print(help_text(doc, *sources)))
         sys.exit(0)
 
 
-def comment_of(field, lines):
-    """The comment on a field's line, or else the one on the lines directly above it."""
-    comment = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode().strip('# ')
-    above = field.lineno - 2
-    while lines[above].strip().startswith('# ') and '# ----' not in lines[above]:
-        above -= 1
-    return comment or ' '.join(line.strip('# ') for line in lines[above + 1 : field.lineno - 1])
-
-
 def help_text(doc, *sources):
-    """`doc` and the fields of each source, read from the source text, so that help is instant. A
-    dict that the comment of a field names, like SCHEMES, is printed as its keys."""
+    """The docstring, and a table of the fields of each source."""
     parts = [doc.strip()]
     for source in sources:
         path, name = source.split(':')
-        with open(os.path.join(ROOT, path), encoding='utf-8') as file:
-            text = file.read()
-        lines, body = text.splitlines(), ast.parse(text).body
-        dicts = {
-            ast.unparse(node.targets[0]): ', '.join(
-                ast.unparse(key).strip("'") for key in node.value.keys if key
-            )
-            for node in body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        }
-        rows = []
-        for node in next(
-            node for node in body if isinstance(node, ast.ClassDef) and node.name == name
-        ).body:
-            if isinstance(node, ast.AnnAssign) and node.value:
-                kind = ast.unparse(node.annotation).replace(' | ', '|')
-                kind = re.sub(
-                    r'Literal\[(.*?)\]', lambda m: m[1].replace("'", '').replace(', ', '|'), kind
-                )
-                comment = comment_of(node, lines)
-                comment = re.sub(r'\w+', lambda m: dicts.get(m[0], m[0]), comment)
-                rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
-        widths = [max(map(len, column)) for column in zip(*rows)][:3] + [0]
         parts.append(f'\n{name} in {path}:')
-        parts += ['  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        parts += table_of_options((ROOT / path).read_text(encoding='utf-8'), name)
     return '\n'.join(parts)
+
+
+def table_of_options(source, name):
+    """The lines that list a dataclass's fields: name, type, default and comment.
+
+    A dict that a comment names, such as SCHEMES, is shown as its keys.
+    """
+    lines = source.splitlines()
+    body = ast.parse(source).body
+    keys = dict_keys(body)
+    cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    rows = []
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and node.value:
+            comment = re.sub(r'\w+', lambda m: keys.get(m[0], m[0]), comment_of(node, lines))
+            kind = kind_of(node.annotation)
+            rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return ['  ' + '  '.join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
+
+
+def kind_of(annotation):
+    """A field's annotation as shown to users: Literal['a', 'b'] | None -> a|b|None."""
+    text = ast.unparse(annotation).replace(' | ', '|')
+    return re.sub(
+        r'Literal\[(.*?)\]', lambda m: re.sub(r"'|( )", '', m[1].replace(', ', '|')), text
+    )
+
+
+def dict_keys(body):
+    """{name: 'key, key, ...'} of the dicts that a module assigns."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            keys = [ast.unparse(key).strip("'") for key in node.value.keys if key]
+            found[ast.unparse(node.targets[0])] = ', '.join(keys)
+    return found
+
+
+def comment_of(field, lines):
+    """The comment on a field's line, or else the one on the lines directly above it."""
+    code = lines[field.end_lineno - 1].encode()  # offsets of a syntax tree count bytes
+    comment = code[field.end_col_offset :].decode().strip('# ')
+    above = field.lineno - 1
+    while lines[above - 1].strip().startswith('# ') and SECTION not in lines[above - 1]:
+        above -= 1
+    return comment or ' '.join(line.strip('# ') for line in lines[above : field.lineno - 1])

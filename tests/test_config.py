@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanonag import cli, configurator
+from nanonag import cli, files
 from nanonag.cli import UserError, run
 from nanonag.configurator import build, parse
 from nanonag.help import show_help
 
-ROOT = configurator.ROOT
+ROOT = files.ROOT
 CONFIGS = sorted(
     os.path.relpath(path, ROOT) for path in glob.glob(os.path.join(ROOT, 'config', '*.py'))
 )
