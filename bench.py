@@ -42,7 +42,7 @@ from nanonag.decoder import Decoder
 from nanonag.optim import configure_optimizer
 from nanonag.report import check_json, facts
 from nanonag.workers import worker_pool
-from train import TrainConfig, update
+from train import TrainConfig, train_step
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
 FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
@@ -185,7 +185,7 @@ class Scheme:
 
     def step(self):
         batch = self.tokens[:, :-1], self.tokens[:, 1:]
-        update(
+        train_step(
             self.model,
             self.model,
             self.optimizer,

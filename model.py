@@ -1,50 +1,53 @@
 """
 A GPT whose layer is one step of an optimizer on the token embeddings.
 
-Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H, V = vocab_size. Sources. YuriiFormer:
-momentum streams on token embeddings, Euler and Lie-Trotter splitting (its appendix fixes the
-scalars' parametrization). Momentum Streams, 2026: triple momentum. nGPT: arXiv 2410.01131."""
+Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H, V = vocab_size.
+Sources. YuriiFormer (arXiv 2601.23236): momentum streams on token embeddings, Euler and Lie-Trotter
+splitting; its appendix has the parametrization of the scalars. Momentum Streams, 2026: triple
+momentum. nGPT: arXiv 2410.01131.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanonag.cli import UserError
-from nanonag.configurator import at_least, between
+from nanonag.configurator import at_least, between, choose, require, set_numbers
 from nanonag.generation import KVCache, generate
+from nanonag.layers import Embedding, Linear, rotary_table, rotate
 from nanonag.loss import linear_cross_entropy
 
-# ---------------------------------------- learned scalars and vectors, norms ----------------------------------------
+# ------------------------------------------------------------------- learned scalars and vectors
 
 
 class Scalar(nn.Module):
-    """One learned number kept inside its range; `init` is in natural units, `raw` is what the
-    optimizer sees.
+    """One learned number, kept inside its range: mu, beta in (0, 1); gamma, nu > 0.
 
-    mu, beta = sigmoid(raw) in (0, 1); gamma, nu = softplus(raw) > 0.
+    ``init`` is the number itself; the parameter ``raw`` is unconstrained, with mu, beta =
+    sigmoid(raw) and gamma, nu = softplus(raw).
     """
 
     param_kind = 'scalars'
-    INIT = {'mu': 0.5, 'beta': 0.5, 'gamma': math.log(2), 'nu': 1.0}  # raw 0, but for nu: ln(e - 1)
+    INIT = {'mu': 0.5, 'beta': 0.5, 'gamma': math.log(2), 'nu': 1.0}  # raw is 0, for nu ln(e - 1)
 
     def __init__(self, name, init):
         super().__init__()
-        self.fraction = name in ('mu', 'beta')
-        self.raw = nn.Parameter(
-            torch.full((1,), math.log(init / (1 - init) if self.fraction else math.expm1(init)))
-        )
+        self.is_fraction = name in ('mu', 'beta')
+        raw = math.log(init / (1 - init)) if self.is_fraction else math.log(math.expm1(init))
+        self.raw = nn.Parameter(torch.full((1,), raw))
 
     def forward(self):
-        return torch.sigmoid(self.raw) if self.fraction else F.softplus(self.raw)
+        return torch.sigmoid(self.raw) if self.is_fraction else F.softplus(self.raw)
 
 
 class Scale(nn.Module):
-    """A learned vector s = raw * (init / scale) with raw starting at `scale`, which sets its
-    learning speed (nGPT, 2.5)."""
+    """A learned vector s = raw * (init / scale), raw starting at ``scale`` (nGPT, section 2.5).
+
+    A smaller ``scale`` makes s change faster at the same learning rate.
+    """
 
     param_kind = 'scales'
 
@@ -58,40 +61,42 @@ class Scale(nn.Module):
 
 
 def inverse_norm(x, dim=-1):
-    """1 / ||x||_2 along an axis, kept with size 1; in float32 at least."""
-    return (
-        torch.linalg.vector_norm(
-            x, dim=dim, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-        )
-        .clamp(min=1e-12)
-        .reciprocal()
-    )
+    """1 / ||x||_2 along an axis, which is kept with size 1; in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
+    return norm.clamp(min=1e-12).reciprocal()
 
 
 def retract(x):
-    """Norm(x) = x / ||x||_2: back onto the unit sphere (nGPT, section 2.1), in float32 at least."""
+    """Norm(x) = x / ||x||_2, the point on the unit sphere (nGPT, 2.1); in float32 at least."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * inverse_norm(x)  # a product: the gradient of a quotient takes twice the passes
+    return x * inverse_norm(x)  # the gradient of a quotient takes twice as many passes
 
 
 def pre_norm(cfg):
-    # the sphere needs no other norm
+    """The norm in front of a sublayer and of the head; on the sphere none is needed."""
     return nn.Identity() if cfg.normalized else nn.LayerNorm(cfg.n_embd, bias=cfg.bias)
 
 
-# ------- update rules: one optimizer step on the stream x and its velocity v, given an oracle for the direction ------
+# ------------- update rules: one optimizer step on the stream x and its velocity v, given an oracle
 
 
 class UpdateRule(nn.Module):
-    """forward(x, v, oracle) -> (x, v); x, v: (B, T, C), v None for rules without velocity.
+    """``forward(x, v, oracle) -> (x, v)`` with x, v: (B, T, C); v is None without a velocity.
 
-    `oracle` maps a point (B, T, C) to a direction (B, T, C) and is called exactly once. A rule
-    knows nothing of attention, caches or splittings. Class attributes declare what it learns and
-    needs."""
+    ``oracle`` maps a point (B, T, C) to a direction (B, T, C) and is called exactly once. A rule
+    does not depend on attention, caches or splittings; its class attributes declare what it learns
+    and which options of GPTConfig it allows.
+    """
 
-    scalars = ()  # names among mu, beta, gamma, nu
+    scalars: tuple[str, ...] = ()  # names among mu, beta, gamma, nu
     uses_velocity = False
-    normalized = False  # lives on the unit sphere with nGPT's normalized weights
+    normalized = False  # on the unit sphere, with nGPT's normalized weights
+    choices: dict[str, tuple] = {
+        'pos': ('learned', 'rope'),
+        'mlp': ('gelu', 'swiglu'),
+        'tie_weights': (True, False),
+    }
 
     def __init__(self, cfg):
         super().__init__()
@@ -145,22 +150,31 @@ class TripleMomentum(UpdateRule):
         return x + self.nu() * v, v
 
 
+# the one architecture of nGPT, in the form of UpdateRule.choices
+ON_SPHERE = {'pos': ('rope',), 'mlp': ('swiglu',), 'tie_weights': (False,), 'bias': (False,)}
+ON_SPHERE |= {'dropout': (0.0,)}
+
+
 class Sphere(UpdateRule):
     """h' = Norm(h + |alpha| (Norm(G(h)) - h)): nGPT, equations 10 and 11."""
 
     normalized = True
+    choices = ON_SPHERE
 
     def forward(self, x, v, oracle):
         return retract(torch.lerp(x, retract(oracle(x)), self.alpha().abs())), v
 
 
 class SphereNesterov(UpdateRule):
-    """y = Norm(h + mu v);  v' = beta v + |alpha| (Norm(G(y)) - y);  h' = Norm(h + v'). Ours; mu =
-    beta = 0 is nGPT."""
+    """y = Norm(h + mu v);  v' = beta v + |alpha| (Norm(G(y)) - y);  h' = Norm(h + v').
+
+    In no paper. With mu = beta = 0 it is nGPT's step.
+    """
 
     scalars = ('mu', 'beta')
     uses_velocity = True
     normalized = True
+    choices = ON_SPHERE
 
     def forward(self, x, v, oracle):
         y = retract(x + self.mu() * v)
@@ -168,110 +182,70 @@ class SphereNesterov(UpdateRule):
         return retract(x + v), v
 
 
-SCHEMES = {  # update= : (rule, splitting)
-    'gd': (GradientDescent, 'lie_trotter'),
-    'euler_gd': (GradientDescent, 'euler'),
-    'lt_nag': (Nesterov, 'lie_trotter'),
-    'euler_nag': (Nesterov, 'euler'),
-    'polyak': (Polyak, 'lie_trotter'),
-    'euler_polyak': (Polyak, 'euler'),
-    'lt_tmm': (TripleMomentum, 'lie_trotter'),
-    'ngpt': (Sphere, 'lie_trotter'),
-    'ngpt_nag': (SphereNesterov, 'lie_trotter'),
+class Scheme(NamedTuple):
+    """What ``update=`` names: an update rule, and the splitting that makes a layer of it."""
+
+    rule: type[UpdateRule]
+    splitting: Literal['lie_trotter', 'euler']
+
+
+SCHEMES = {
+    'gd': Scheme(GradientDescent, 'lie_trotter'),
+    'euler_gd': Scheme(GradientDescent, 'euler'),
+    'lt_nag': Scheme(Nesterov, 'lie_trotter'),
+    'euler_nag': Scheme(Nesterov, 'euler'),
+    'polyak': Scheme(Polyak, 'lie_trotter'),
+    'euler_polyak': Scheme(Polyak, 'euler'),
+    'lt_tmm': Scheme(TripleMomentum, 'lie_trotter'),
+    'ngpt': Scheme(Sphere, 'lie_trotter'),
+    'ngpt_nag': Scheme(SphereNesterov, 'lie_trotter'),
 }
 
-# ------------------------------------ the oracles: attention and MLP, and the block ---------------------------------
-
-
-class Linear(nn.Linear):
-    """nn.Linear that knows its weight's (out, in) axis along the embedding, nGPT's unit-norm axis,
-    and the matrices stacked in it."""
-
-    def __init__(self, n_in, n_out, bias, embd_axis, stacked=1, param_kind='matrices'):
-        super().__init__(n_in, n_out, bias=bias)
-        self.embd_axis = embd_axis
-        self.stacked = stacked
-        self.param_kind = param_kind
-
-    def reset_parameters(self):  # GPT.__init__ draws all weights
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Embedding(nn.Embedding):
-    param_kind = 'embeddings'
-    embd_axis = 1
-
-    def reset_parameters(self):
-        pass
-
-
-def rotary_table(pos, dim, base, dtype):
-    """cos and sin of pos * base^(-2i / dim), each (T, dim / 2), in float32 at least: bfloat16 can't
-    count to 1024."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    angle = pos[:, None].to(dtype) * base ** (
-        -torch.arange(0, dim, 2, device=pos.device, dtype=dtype) / dim
-    )
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, rotary):
-    """RoPE: turns each interleaved pair (x_2i, x_2i+1) of (B, H, T, D) by its angle (arXiv
-    2104.09864)."""
-    cos, sin = rotary
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+# ------------------------------------------- the oracles, attention and MLP, and the block of both
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.n_head, self.dropout = cfg.n_head, cfg.dropout
-        # q, k, v
+        self.n_head = cfg.n_head
+        self.dropout = cfg.dropout
         self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, cfg.bias, embd_axis=1, stacked=3)
         self.c_proj = Linear(cfg.n_embd, cfg.n_embd, cfg.bias, embd_axis=0)
         self.s_qk = Scale(cfg.n_embd, scale=cfg.n_embd**-0.5) if cfg.normalized else None
         d_head = cfg.n_embd // cfg.n_head
-        # unit q, k: their products have std 1/sqrt(D), not sqrt(D)
-        self.scale = d_head ** (0.5 if cfg.normalized else -0.5)
+        # the product of unit vectors q and k has std 1/sqrt(D), that of free ones sqrt(D)
+        self.scale = d_head**0.5 if cfg.normalized else d_head**-0.5
 
     def forward(self, x, rotary=None, cache=None):
         B, T, C = x.shape
-        # (B, H, T, D)
-        q, k, v = (
-            t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2)
-        )
+        qkv = self.c_attn(x).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.s_qk is not None:
             s_qk = self.s_qk().view(self.n_head, 1, -1)
             q, k = retract(q) * s_qk, retract(k) * s_qk
-        # the float32 tables and scales above promote under autocast
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # float32 tables and scales promote under autocast
         mask = None
         if cache is not None:
             k, v, mask = cache.append(k, v)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and k.size(2) == T,
-            scale=self.scale,
-        )
+        is_causal = mask is None and k.size(2) == T
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal, scale=self.scale)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
 
 class MLP(nn.Module):
-    """GELU: W_o gelu(W x). SwiGLU: W_o (u * SiLU(v)) with u, v = W_u x, W_v x, stacked in c_fc, u's
-    rows first."""
+    """GELU: W_o gelu(W x). SwiGLU: W_o (u * SiLU(v)) with u, v = W_u x, W_v x.
+
+    W_u and W_v are stacked in ``c_fc``, u's rows first.
+    """
 
     def __init__(self, cfg):
         super().__init__()
-        self.swiglu, self.dropout = cfg.mlp == 'swiglu', cfg.dropout
+        self.swiglu = cfg.mlp == 'swiglu'
+        self.dropout = cfg.dropout
         n_fc = (8 if self.swiglu else 4) * cfg.n_embd
         self.c_fc = Linear(cfg.n_embd, n_fc, cfg.bias, embd_axis=1)
         self.c_proj = Linear(4 * cfg.n_embd, cfg.n_embd, cfg.bias, embd_axis=0)
@@ -280,25 +254,29 @@ class MLP(nn.Module):
     def forward(self, x):
         h = self.c_fc(x)
         if self.s_uv is not None:
-            # sqrt(d): v of unit rows has std 1/sqrt(d); float32 would promote all
+            # sqrt(d), since v of unit rows has std 1/sqrt(d); cast, or float32 promotes all of h
             h = h * (self.s_uv() * x.size(-1) ** 0.5).to(h.dtype)
         if self.swiglu:
             u, v = h.chunk(2, dim=-1)
-        h = u * F.silu(v) if self.swiglu else F.gelu(h)
+            h = u * F.silu(v)
+        else:
+            h = F.gelu(h)
         return F.dropout(self.c_proj(h), self.dropout, self.training)
 
 
 class Block(nn.Module):
-    """One layer: the composite objective (attention's energy + MLP's energy) split into substeps of
-    one rule."""
+    """One layer: attention's energy and the MLP's, split into steps of one update rule."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.ln_1, self.attn = pre_norm(cfg), CausalSelfAttention(cfg)
-        self.ln_2, self.mlp = pre_norm(cfg), MLP(cfg)
+        self.ln_1 = pre_norm(cfg)
+        self.attn = CausalSelfAttention(cfg)
+        self.ln_2 = pre_norm(cfg)
+        self.mlp = MLP(cfg)
         rule, self.splitting = SCHEMES[cfg.update]
         if self.splitting == 'lie_trotter':
-            self.update_attn, self.update_mlp = rule(cfg), rule(cfg)
+            self.update_attn = rule(cfg)
+            self.update_mlp = rule(cfg)
         else:
             self.update = rule(cfg)
 
@@ -315,18 +293,17 @@ class Block(nn.Module):
         return self.update(x, v, lambda y: A(y) + M(y))
 
 
-# ---------------------------------------------- configuration and model ---------------------------------------------
+# --------------------------------------------------------------------- configuration and model
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The architecture. None stands for the scheme's own default (its paper's choice), filled in at
-    construction.
+    """The architecture; None stands for the scheme's default, its paper's choice.
 
-    Raises UserError for values out of range, contradictions, and options that the scheme has no use
-    for."""
+    Raises UserError for values out of range, contradictions, and options without effect.
+    """
 
-    update: str = 'lt_nag'  # update rule x splitting, one of SCHEMES
+    update: str = 'lt_nag'  # the scheme (update rule x splitting), one of SCHEMES
     n_layer: int = 12  # layers
     n_head: int = 12  # attention heads
     n_embd: int = 768  # width of the embeddings
@@ -337,7 +314,7 @@ class GPTConfig:
     block_size: int = 1024  # context length, tokens
     dropout: float = 0.0  # on embeddings, attention weights and sublayer outputs
     bias: bool = False  # biases in the linear layers and LayerNorms
-    # V_0: tables of its own (default; ngpt_nag: zero) or zeros
+    # where the velocity starts: tables of its own (default; ngpt_nag: zero) or zeros
     velocity_init: Literal['learned', 'zero'] | None = None
     # position table (default) or rotary embedding (ngpt's)
     pos: Literal['learned', 'rope'] | None = None
@@ -352,164 +329,114 @@ class GPTConfig:
 
     def __post_init__(self):
         at_least(self, n_head=1, n_embd=1, vocab_size=1, vocab_used=1, block_size=1, dropout=0)
-        between(
-            self,
-            n_layer=(0, 10001),
-            mu_init=(0, 1),
-            beta_init=(0, 1),
-            gamma_init=(0, 80),
-            nu_init=(0, 80),
-            alpha_init=(0, math.inf),
-            rope_base=(0, math.inf),
-        )
-        if self.update not in SCHEMES:
-            raise UserError(
-                f'update={self.update!r} is no scheme; choose one of: {", ".join(SCHEMES)}'
-            )
-        rule, _ = SCHEMES[self.update]
-        if rule.normalized:
-            options = {
-                'velocity_init': ('zero',),
-                'pos': ('rope',),
-                'mlp': ('swiglu',),
-                'tie_weights': (False,),
-                'bias': (False,),
-                'dropout': (0.0,),
-            }
-        else:
-            options = {
-                'velocity_init': ('learned', 'zero'),
-                'pos': ('learned', 'rope'),
-                'mlp': ('gelu', 'swiglu'),
-                'tie_weights': (True, False),
-            }
-        if not rule.uses_velocity:
-            options['velocity_init'] = (None,)
-        for name, allowed in options.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, allowed[0])
-            elif getattr(self, name) not in allowed:
-                raise UserError(
-                    f'{name}={getattr(self, name)}: update={self.update} takes {" or ".join(map(str, allowed))}'
-                )
+        between(self, n_layer=(0, 10001), mu_init=(0, 1), beta_init=(0, 1), gamma_init=(0, 80))
+        between(self, nu_init=(0, 80), alpha_init=(0, math.inf), rope_base=(0, math.inf))
+        require(self.update in SCHEMES, f'update={self.update!r}: choose from {", ".join(SCHEMES)}')
+        velocity = ('zero',) if self.normalized else ('learned', 'zero')
+        choices = {'velocity_init': velocity if self.rule.uses_velocity else (None,)}
+        choose(self, choices | self.rule.choices, f'update={self.update}')
+        set_numbers(self, self.numbers(), f'update={self.update}, pos={self.pos}')
+        self.check_sizes()
 
-        starts = {name: Scalar.INIT[name] for name in rule.scalars} | (
-            {'alpha': 0.05} if rule.normalized else {}
-        )
+    def numbers(self):
+        """{option: default} of the options that hold a number, None where it has no effect."""
+        starts = {name: Scalar.INIT[name] for name in self.rule.scalars}
+        starts |= {'alpha': 0.05} if self.normalized else {}
         numbers = {f'{name}_init': starts.get(name) for name in (*Scalar.INIT, 'alpha')}
-        numbers['rope_base'] = 1e4 if self.pos == 'rope' else None
-        for name, default in numbers.items():
-            value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, default)
-            elif default is None:
-                raise UserError(
-                    f'{name}={value} has no effect with update={self.update}, pos={self.pos}; leave it out'
-                )
+        rope_base = 1e4 if self.pos == 'rope' else None
+        return numbers | {'rope_base': rope_base, 'vocab_used': self.vocab_size}
 
-        if self.dropout >= 1:
-            raise UserError(f'dropout={self.dropout}: must be below 1')
-        if self.n_embd % self.n_head:
-            raise UserError(
-                f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}; '
-                f'the nearest width that is: {max(1, round(self.n_embd / self.n_head)) * self.n_head}'
-            )
-        if self.pos == 'rope' and self.n_embd // self.n_head % 2:
-            raise UserError(
-                f'pos=rope rotates pairs, but n_embd={self.n_embd} over n_head={self.n_head} gives heads of odd '
-                f'size {self.n_embd // self.n_head}; change either'
-            )
-        object.__setattr__(self, 'vocab_used', self.vocab_used or self.vocab_size)
-        if self.vocab_used > self.vocab_size:
-            raise UserError(
-                f'vocab_used={self.vocab_used} is more than vocab_size={self.vocab_size}'
-            )
+    def check_sizes(self):
+        """Raises UserError for sizes that do not fit each other."""
+        d_head, rest = divmod(self.n_embd, self.n_head)
+        near = max(1, round(self.n_embd / self.n_head)) * self.n_head
+        shape = f'n_embd={self.n_embd}, n_head={self.n_head}'
+        require(self.dropout < 1, f'dropout={self.dropout}: must be below 1')
+        require(not rest, f'{shape}: the width is not divisible by n_head; the nearest is {near}')
+        odd = (
+            f'{shape}: pos=rope rotates pairs, but heads have the odd size {d_head}; change either'
+        )
+        require(self.pos != 'rope' or d_head % 2 == 0, odd)
+        used = f'vocab_used={self.vocab_used} is more than vocab_size={self.vocab_size}'
+        require((self.vocab_used or 0) <= self.vocab_size, used)
+
+    @property
+    def rule(self):
+        return SCHEMES[self.update].rule
 
     @property
     def normalized(self):
-        return SCHEMES[self.update][0].normalized
+        return self.rule.normalized
+
+    @property
+    def learns_scalars(self):
+        return bool(self.rule.scalars)
 
 
 class GPT(nn.Module):
-    """The transformer: embed -> blocks -> norm -> head. State-dict names are nanoGPT's, plus the
-    schemes' own."""
+    """The transformer: embed -> blocks -> norm -> head.
+
+    State-dict names are nanoGPT's, and for what it lacks the schemes' own.
+    """
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-
-        def table(rows):
-            return Embedding(rows, cfg.n_embd)
-
-        parts = {'wte': table(cfg.vocab_size)} | (
-            {'wpe': table(cfg.block_size)} if cfg.pos == 'learned' else {}
-        )
-        parts |= {'h': nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer)), 'ln_f': pre_norm(cfg)}
+        wte = Embedding(cfg.vocab_size, cfg.n_embd)
+        parts: dict[str, nn.Module] = {'wte': wte}
+        if cfg.pos == 'learned':
+            parts['wpe'] = Embedding(cfg.block_size, cfg.n_embd)
+        parts['h'] = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        parts['ln_f'] = pre_norm(cfg)
         if cfg.velocity_init == 'learned':
-            parts |= {
-                'v' + name[1:]: table(parts[name].num_embeddings)
-                for name in ('wte', 'wpe')
-                if name in parts
-            }
+            parts['vte'] = Embedding(cfg.vocab_size, cfg.n_embd)
+            if cfg.pos == 'learned':
+                parts['vpe'] = Embedding(cfg.block_size, cfg.n_embd)
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = Linear(
-            cfg.n_embd, cfg.vocab_size, bias=False, embd_axis=1, param_kind='embeddings'
-        )
+        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, False, 1, param_kind='embeddings')
         if cfg.tie_weights:
-            self.lm_head.weight = self.transformer.wte.weight
+            self.lm_head.weight = wte.weight
         self.s_z = Scale(cfg.vocab_size, scale=cfg.n_embd**-0.5) if cfg.normalized else None
-        for name, module in sorted(
-            self.named_modules(), key=lambda item: item[0].endswith(('vte', 'vpe'))
-        ):
-            # velocity last: a seed draws the rest alike for every scheme
-            if isinstance(module, (Linear, Embedding)):
-                std = cfg.n_embd**-0.5 if cfg.normalized else 0.02
-                if name.endswith('c_proj') and not cfg.normalized:
-                    # so that 2 n_layer residual contributions add up to 0.02 (GPT-2)
-                    std /= math.sqrt(2 * cfg.n_layer)
-                nn.init.normal_(module.weight, std=std)
+        self.init_weights()
+
+    def init_weights(self):
+        """Draws the weights, a velocity's last, so that a seed gives all schemes the same others."""
+        std = self.cfg.n_embd**-0.5 if self.cfg.normalized else 0.02
+        output_std = std if self.cfg.normalized else std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2
+        tables = [self.transformer[name] for name in ('vte', 'vpe') if name in self.transformer]
+        weighted = [m for m in self.modules() if isinstance(m, (Linear, Embedding))]
+        for module in [*(m for m in weighted if m not in tables), *tables]:
+            nn.init.normal_(module.weight, std=output_std if module.embd_axis == 0 else std)
         self.normalize_weights()
 
     @torch.no_grad()
     def normalize_weights(self):
-        """Puts the matrices of a normalized scheme back on the unit sphere; configure_optimizer
-        hooks it to each step."""
+        """Puts the matrices of a normalized scheme back on the unit sphere.
+
+        It must follow every optimizer step; configure_optimizer registers it as a hook.
+        """
         if self.cfg.normalized:
             for module in self.modules():
                 if isinstance(module, (Linear, Embedding)):
                     module.weight.mul_(inverse_norm(module.weight, module.embd_axis))
 
     def num_params(self):
-        """Trainable parameters, a tied table counted once."""
+        """The number of trainable parameters, a tied table counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def forward(self, idx, targets=None, cache=None, return_logits=False):
-        """idx, targets: (B, T) int64 -> (logits, loss).
+        """idx, targets: ids (B, T), int64, a target of -1 ignored -> (logits, loss).
 
-        With targets (-1: ignored), loss is the mean cross-entropy in nats and logits are None;
-        without, loss is None and logits are the last position's, (B, 1, V). return_logits=True
-        gives those of all positions, (B, T, V), either way. `cache` (new_cache(), a list by layer)
-        holds the tokens before idx and takes in idx. Raises ValueError past block_size."""
-        T, table, rotary, v = idx.size(1), self.transformer, None, None
-        if T > self.cfg.block_size:
-            raise ValueError(f'{T} tokens do not fit block_size={self.cfg.block_size}')
-        pos = cache[0].positions(T, idx.device) if cache else torch.arange(T, device=idx.device)
-        x = table.wte(idx)
-        if self.cfg.pos == 'learned':
-            x = x + table.wpe(pos)
-        else:
-            rotary = rotary_table(
-                pos, self.cfg.n_embd // self.cfg.n_head, self.cfg.rope_base, x.dtype
-            )
-        if self.cfg.velocity_init == 'learned':
-            v = table.vte(idx) + table.vpe(pos) if 'vpe' in table else table.vte(idx)
-            v = F.dropout(v, self.cfg.dropout, self.training)
-        elif self.cfg.velocity_init == 'zero':
-            v = torch.zeros_like(x)
-        x = F.dropout(x, self.cfg.dropout, self.training)
-        for i, block in enumerate(table.h):
-            x, v = block(x, v, rotary, cache[i] if cache else None)
-        x = table.ln_f(x)
+        With targets, loss is their mean cross-entropy in nats and logits are None; without, loss is
+        None and logits are the last position's, (B, 1, V). With return_logits they are those of all
+        positions, (B, T, V), either way. ``cache``, of :meth:`new_cache`, holds the tokens before
+        idx and takes in idx. Raises ValueError for more than block_size tokens.
+        """
+        x, v, rotary = self.embed(idx, cache)
+        caches = cache or [None] * self.cfg.n_layer
+        for block, layer_cache in zip(self.transformer.h, caches):
+            x, v = block(x, v, rotary, layer_cache)
+        x = self.transformer.ln_f(x)
         logits, loss = None, None
         if targets is not None:
             w = (
@@ -523,38 +450,27 @@ class GPT(nn.Module):
             logits = logits if self.s_z is None else logits * self.s_z()
         return logits, loss
 
+    def embed(self, idx, cache):
+        """The start of the streams: X_0, V_0 (B, T, C) or None, and the rotary table or None."""
+        cfg, table, T = self.cfg, self.transformer, idx.size(1)
+        if T > cfg.block_size:
+            raise ValueError(f'{T} tokens do not fit block_size={cfg.block_size}')
+        pos = cache[0].positions(T, idx.device) if cache else torch.arange(T, device=idx.device)
+        x = table.wte(idx)
+        v = rotary = None
+        if cfg.pos == 'learned':
+            x = x + table.wpe(pos)
+        else:
+            rotary = rotary_table(pos, cfg.n_embd // cfg.n_head, cfg.rope_base, x.dtype)
+        if cfg.velocity_init == 'learned':
+            v = table.vte(idx) + table.vpe(pos) if 'vpe' in table else table.vte(idx)
+            v = F.dropout(v, cfg.dropout, self.training)
+        elif cfg.velocity_init == 'zero':
+            v = torch.zeros_like(x)
+        return F.dropout(x, cfg.dropout, self.training), v, rotary
+
     def new_cache(self, capacity=None):
+        """A list of the layers' empty caches, each for ``capacity`` (block_size) tokens."""
         return [KVCache(capacity or self.cfg.block_size) for _ in range(self.cfg.n_layer)]
 
     generate = generate
-
-    @classmethod
-    def from_pretrained(cls, name, **overrides):
-        """OpenAI's weights (gpt2, ..., gpt2-xl, or a folder) in update='gd'; overrides: GPTConfig
-        fields. Needs transformers."""
-        from transformers import GPT2LMHeadModel
-
-        source = GPT2LMHeadModel.from_pretrained(name)
-        hf = source.config
-        model = cls(
-            GPTConfig(
-                **dict(
-                    update='gd',
-                    n_layer=hf.n_layer,
-                    n_head=hf.n_head,
-                    n_embd=hf.n_embd,
-                    bias=True,
-                    vocab_size=hf.vocab_size,
-                    block_size=hf.n_positions,
-                )
-                | overrides
-            )
-        )
-        # its Conv1D
-        weights = {
-            name: w.t() if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight')) else w
-            for name, w in source.state_dict().items()
-            if name in model.state_dict()
-        }
-        model.load_state_dict(weights)
-        return model

@@ -1,15 +1,16 @@
-"""Continues a prompt with a trained model. The checkpoint is all it needs: the tokenizer's
-description is in it.
+"""
+Continues a prompt with a trained model. The checkpoint is all it needs: the tokenizer is in it.
 
     python sample.py --out_dir=out/demo_lt_nag --start='def ' --num_samples=3
     python sample.py --out_dir=out --start=FILE:prompt.txt --temperature=0
     python sample.py --init_from=gpt2-xl --start='What is the answer?'
+    python sample.py --init_from=nanogpt/ckpt.pt --dataset=shakespeare_char
 """
 
 if __name__ == '__main__':
     from nanonag.help import show_help
 
-    show_help(__doc__, 'sample.py:SampleConfig')  # before torch is imported: instant
+    show_help(__doc__, 'sample.py:SampleConfig')  # before torch is imported
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +30,17 @@ class SampleConfig:
     out_dir: str = 'out'  # a run's folder: its best.pt (ckpt.pt if there is none)
     # resume: from out_dir; gpt2[-medium|-large|-xl]; or a checkpoint file, nanoGPT's too
     init_from: str = 'resume'
+    # the data folder whose tokenizer a checkpoint of nanoGPT needs; default GPT-2's
+    dataset: str | None = None
     start: str = '\n'  # the prompt, or FILE:name of a file (UTF-8) that holds it
-    num_samples: int = 3  # continuations, made at once
-    max_new_tokens: int = 500
+    num_samples: int = 3  # continuations, generated together
+    max_new_tokens: int = 500  # tokens in each
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 200  # sample among that many likeliest tokens; 0: among all
     seed: int = 1337
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the matmuls
-    # faster tokens after a first that takes long; auto: on CUDA
+    # the first token takes long, the others less; auto: on CUDA
     compile: Literal['auto', 'True', 'False'] = 'auto'
 
     def __post_init__(self):
@@ -45,10 +48,11 @@ class SampleConfig:
 
 
 def prompt(start):
+    """The text to continue; UserError if the file that it names cannot be read."""
     if not start.startswith('FILE:'):
         return start
     try:
-        # Windows editors put a mark before the text
+        # Windows editors put a byte order mark before the text
         return Path(start[5:]).read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'start={start}: cannot be read as UTF-8 text ({error})') from None
@@ -65,17 +69,13 @@ def main(argv):
                 "start is empty; give at least one character to continue, such as --start=$'\\n'"
             )
         rt = runtime.start(cfg.device, cfg.dtype)
-        decoder = Decoder(
-            model.to(rt.device),
-            rt.dtype,
-            cfg.num_samples,
-            runtime.to_compile(cfg.compile, rt, decoding=True),
-        )
+        compiled = runtime.to_compile(cfg.compile, rt, decoding=True)
+        decoder = Decoder(model.to(rt.device), rt.dtype, cfg.num_samples, compiled)
         torch.manual_seed(cfg.seed)
         idx = torch.tensor([ids], device=rt.device).expand(cfg.num_samples, -1)
         with rt.autocast():
-            out = decoder.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
-    for sample in out.tolist():
+            samples = decoder.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k or None)
+    for sample in samples.tolist():
         print(tok.decode(sample))
         print('-' * 15)
 

@@ -1,9 +1,10 @@
 """
 Trains one update scheme on a prepared data set.
 
-    python train.py config/demo_lt_nag.py                                    one process: GPU, Mac or CPU
-    torchrun --standalone --nproc_per_node=8 train.py config/owt_lt_nag.py   eight GPUs of one machine
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py ...   several machines
+    python train.py config/demo_lt_nag.py                                    GPU, Mac or CPU
+    torchrun --standalone --nproc_per_node=8 train.py config/owt_lt_nag.py   8 GPUs of one machine
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
+        train.py config/owt_lt_nag.py                                        several machines
 
 Every option can be given as --key=value; config files and options apply from left to right.
 """
@@ -11,54 +12,48 @@ Every option can be given as --key=value; config files and options apply from le
 if __name__ == '__main__':
     from nanonag.help import show_help
 
-    # before torch is imported: instant
-    show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')
+    show_help(__doc__, 'model.py:GPTConfig', 'train.py:TrainConfig')  # before torch is imported
 
 import contextlib
 import importlib.util
 import math
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from model import SCHEMES, GPTConfig
-from nanonag import checkpoint, memory, parallel, runtime
-from nanonag.checkpoint import shards
-from nanonag.cli import UserError, run, world
-from nanonag.configurator import at_least, between, build, parse
-from nanonag.data.folder import find_data, read_meta
-from nanonag.data.loader import Split, TrainLoader, eval_windows
+import start
+from nanonag import checkpoint, memory, parallel, report, runtime
+from nanonag.cli import UserError, run
+from nanonag.configurator import at_least, between, require
+from nanonag.data.loader import TrainLoader
+from nanonag.evaluation import evaluate
 from nanonag.metrics import Metrics, other_units
 from nanonag.optim import configure_optimizer, describe, lr_multiplier
-from nanonag.report import code_version
-from start import PRETRAINED, continued, preview, starting_model, starting_state
+from nanonag.progress import Progress, every
+from nanonag.run_state import RunState
 
-# exit code after a signal, the state saved: EX_TEMPFAIL, "try again"; 0: finished, 2: user's
-# mistake
-STOPPED = 75
+STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try again"
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run. None stands for a default that depends on the rest; `resolve` fills it in."""
+    """The run. None stands for a default that depends on the rest; :meth:`resolve` fills it in."""
 
     out_dir: str = 'out'  # the run's folder: checkpoints and metrics.jsonl
     dataset: str = 'openwebtext'  # a folder under data/, or a path to any prepared folder
-    # scratch, resume, auto (resume if there is something), gpt2[-medium|-large|-xl], or a
+    # scratch, resume, auto (resume if there is a checkpoint), gpt2[-medium|-large|-xl], or a
     # checkpoint file
     init_from: str = 'scratch'
     overwrite: bool = False  # scratch: delete the run that out_dir holds
     seed: int = 1337  # of the weights, the data order and dropout
-    # ---- batch: batch_size x gradient_accumulation_steps sequences an update, whatever the number of processes
+    # ---- batch
     batch_size: int = 12  # sequences in a micro-batch
-    gradient_accumulation_steps: int = 40  # micro-batches in an update, all processes together
-    max_iters: int = 30000  # updates; 0 only evaluates and saves
+    gradient_accumulation_steps: int = 40  # micro-batches in a step, all processes together
+    max_iters: int = 30000  # steps; 0 only evaluates and saves
     # ---- optimizer
     # muon (default): for the matrices inside the layers; ngpt's default: adamw
     optimizer: Literal['adamw', 'muon'] | None = None
@@ -79,34 +74,29 @@ class TrainConfig:
     schedule: Literal['cosine', 'wsd'] = 'cosine'  # cosine, or warmup-stable-decay
     decay_lr: bool = True  # False: constant, without warmup
     warmup_iters: int | None = None  # default max_iters / 10, for ngpt 0
-    lr_decay_iters: int | None = None  # update at which min_lr is reached; default max_iters
+    lr_decay_iters: int | None = None  # step at which min_lr is reached; default max_iters
     min_lr: float | None = None  # default learning_rate / 10, for ngpt 0
-    # wsd: the share of lr_decay_iters that the decay takes; default 0.2
-    wsd_decay: float | None = None
+    wsd_decay: float | None = None  # wsd: the decay's share of lr_decay_iters; default 0.2
     # ---- evaluation, logging, checkpoints
-    eval_interval: int = 1000  # updates between evaluations; 0: only at the end
+    eval_interval: int = 1000  # steps between evaluations; 0: only at the end
     eval_iters: int = 200  # batches of each split in an evaluation, always the same windows
-    # their sequences; apart from batch_size, so that splitting an update otherwise changes no
-    # evaluation
-    eval_batch_size: int = 12
+    eval_batch_size: int = 12  # their sequences; independent of batch_size
     full_eval: bool = False  # evaluate on every window of val
     eval_only: bool = False  # one evaluation, nothing written
-    dry_run: bool = False  # only print parameters and memory, nothing is allocated, read or written
-    log_interval: int = 10  # updates between training records; 0: none
+    dry_run: bool = False  # only print parameters and memory; nothing is read or written
+    log_interval: int = 10  # steps between training records; 0: none
     always_save_checkpoint: bool = True  # at every evaluation, not only after an improvement
-    save_interval: int = 0  # updates between further checkpoints; 0: none
+    save_interval: int = 0  # steps between further checkpoints; 0: none
     keep_last: int = 1  # older checkpoints kept beside ckpt.pt
-    max_skipped: int = 10  # updates in a row with a non-finite gradient before the run gives up
+    max_skipped: int = 10  # steps in a row with a non-finite gradient before the run ends
     wandb_log: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works)
     wandb_project: str = 'nanonag'
     wandb_run_name: str = ''  # default: the name of out_dir
     # ---- system
     zero: bool = False  # share the optimizer's state and work among the processes; the same result
     parallel: Literal['ddp', 'fsdp'] = 'ddp'  # every process holds the model, or a shard of it
-    # fsdp: every process writes its own shard of a checkpoint, nothing is gathered
-    save_sharded: bool = False
-    # compute each layer twice rather than keep its activations
-    activation_checkpointing: bool = False
+    save_sharded: bool = False  # fsdp: every process writes its own shard of a checkpoint
+    activation_checkpointing: bool = False  # compute each layer twice, keep no activations
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # between processes
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     # of the matmuls; auto: bfloat16 where hardware has it
@@ -114,160 +104,79 @@ class TrainConfig:
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        at_least(
-            self,
-            batch_size=1,
-            gradient_accumulation_steps=1,
-            max_iters=0,
-            eval_interval=0,
-            eval_iters=1,
-            eval_batch_size=1,
-            log_interval=0,
-            save_interval=0,
-            keep_last=0,
-            max_skipped=1,
-            seed=0,
-            warmup_iters=0,
-            lr_decay_iters=1,
-            weight_decay=0,
-            muon_weight_decay=0,
-            grad_clip=0,
-            min_lr=0,
-        )
-        between(
-            self,
-            learning_rate=(0, 1e6),
-            muon_lr=(0, 1e6),
-            scalar_lr_mult=(0, 1e6),
-            muon_momentum=(0, 1),
-            beta1=(0, 1),
-            beta2=(0, 1),
-            wsd_decay=(0, 1),
-        )
-        if self.sequences >= 2**31:
-            raise UserError(
-                f'batch_size x gradient_accumulation_steps = {self.sequences}: at most 2^31 sequences an update'
-            )
-        if not self.out_dir:
-            raise UserError('out_dir is empty: name the folder of the run')
+        at_least(self, batch_size=1, gradient_accumulation_steps=1, eval_iters=1, max_skipped=1)
+        at_least(self, eval_batch_size=1, lr_decay_iters=1, max_iters=0, eval_interval=0, seed=0)
+        at_least(self, log_interval=0, save_interval=0, keep_last=0, warmup_iters=0, grad_clip=0)
+        at_least(self, weight_decay=0, muon_weight_decay=0, min_lr=0)
+        between(self, learning_rate=(0, 1e6), muon_lr=(0, 1e6), scalar_lr_mult=(0, 1e6))
+        between(self, beta1=(0, 1), beta2=(0, 1), muon_momentum=(0, 1), wsd_decay=(0, 1))
+        product = f'batch_size x gradient_accumulation_steps = {self.sequences}'
+        require(self.sequences < 2**31, f'{product}: at most 2^31 sequences a step')
+        require(self.out_dir, 'out_dir is empty: name the folder of the run')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             raise UserError('wandb_log=True needs the package wandb: pip install wandb')
-        if self.overwrite and self.init_from in ('resume', 'auto'):
-            raise UserError(
-                f'overwrite=True would delete the run that init_from={self.init_from} goes on with; leave one out'
-            )
-        if self.parallel == 'fsdp' and (self.zero or self.compile == 'True'):
-            raise UserError(
-                'parallel=fsdp shards the optimizer already and runs uncompiled: leave out zero and compile'
-            )
-        if self.save_sharded and self.parallel != 'fsdp':
-            raise UserError(
-                "save_sharded=True: only parallel=fsdp has shards to save; leave it out, or undo a checkpoint's with "
-                '--save_sharded=False'
-            )
-
-    def resolve(self, normalized, learns_scalars=True):
-        """The same with every None filled in, for a scheme on the sphere or not; UserError for
-        options without effect."""
-        optimizer = self.optimizer or ('adamw' if normalized else 'muon')
-        rate = self.learning_rate or (15e-4 if normalized else 6e-4)
-        muon, decay = optimizer == 'muon', self.decay_lr
-        if self.min_lr is not None and self.min_lr > rate:
-            raise UserError(f'min_lr={self.min_lr} is above learning_rate={rate}')
-        defaults = {  # name: (has an effect, default)
-            'optimizer': (True, optimizer),
-            'learning_rate': (True, rate),
-            'weight_decay': (True, 0.0 if normalized else 0.1),
-            'warmup_iters': (decay, 0 if normalized else self.max_iters // 10),
-            'muon_lr': (muon, 0.004),
-            'muon_momentum': (muon, 0.95),
-            'muon_weight_decay': (muon, 0.0),
-            'muon_qkv': (muon, 'fused'),
-            'lr_decay_iters': (decay, max(1, self.max_iters)),
-            'min_lr': (decay, 0.0 if normalized else rate / 10),
-            'wsd_decay': (decay and self.schedule == 'wsd', 0.2),
-        }
-        needs = {
-            'schedule': decay,
-            'scalar_lr_mult': learns_scalars,
-            'wandb_project': self.wandb_log,
-            'wandb_run_name': self.wandb_log,
-        }
-        effects = {name: has_effect for name, (has_effect, _) in defaults.items()} | needs
-        if idle := [
-            name
-            for name, has_effect in effects.items()
-            if not has_effect and getattr(self, name) != getattr(TrainConfig, name)
-        ]:
-            raise UserError(
-                f'no effect with optimizer={optimizer}, decay_lr={decay}, schedule={self.schedule}, wandb_log={self.wandb_log} '
-                f'and this scheme: {", ".join(f"{name}={getattr(self, name)}" for name in idle)}; leave out, or undo a config '
-                f"file's with {' '.join(f'--{name}={getattr(TrainConfig, name)}' for name in idle)}"
-            )
-        cfg = replace(
-            self,
-            **{
-                name: default
-                for name, (has_effect, default) in defaults.items()
-                if has_effect and getattr(self, name) is None
-            },
-        )
-        # without it: a run cut short
-        if self.lr_decay_iters is not None and decay and cfg.warmup_iters > cfg.lr_decay_iters:
-            raise UserError(
-                f'warmup_iters={cfg.warmup_iters} is more than lr_decay_iters={cfg.lr_decay_iters}: the decay would be over '
-                f'before it begins; lower the one or raise the other'
-            )
-        return cfg
 
     @property
     def sequences(self):
-        """Sequences in an update."""
+        """Sequences in a step, all processes together."""
         return self.batch_size * self.gradient_accumulation_steps
 
-
-# -----------------------------------------------------------------------------------------------------------------
-# where a run starts from
-
-
-# -----------------------------------------------------------------------------------------------------------------
-# evaluation and records
-
-
-@torch.no_grad()
-def evaluate(model, split, count, batch_size, rt):
-    """Mean loss (nats per token) over `count` fixed windows of a split; every world_size-th batch
-    is this rank's."""
-    windows = eval_windows(split.n_windows, count)
-    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
-    total = weight = 0.0
-    model.eval()
-    for i in range(rt.rank, -(-len(batches) // rt.world_size) * rt.world_size, rt.world_size):
-        # ranks left over repeat the last batch, unweighted
-        x, y = split.batch(batches[min(i, len(batches) - 1)])
-        with rt.autocast():
-            _, loss = model(x.to(rt.device), y.to(rt.device))
-        sequences = len(x) if i < len(batches) else 0
-        total, weight = total + loss * sequences, weight + sequences
-    model.train()
-    total, weight = rt.sum([total, weight])
-    return total / weight
+    def resolve(self, normalized):
+        """The same with every None that matters replaced, for a scheme on the sphere or not."""
+        rate = self.learning_rate or (15e-4 if normalized else 6e-4)
+        optimizer = self.optimizer or ('adamw' if normalized else 'muon')
+        defaults = {'learning_rate': rate, 'optimizer': optimizer}
+        defaults['weight_decay'] = 0.0 if normalized else 0.1
+        if optimizer == 'muon':
+            defaults |= {'muon_lr': 0.004, 'muon_momentum': 0.95}
+            defaults |= {'muon_weight_decay': 0.0, 'muon_qkv': 'fused'}
+        if self.decay_lr:
+            defaults['lr_decay_iters'] = max(1, self.max_iters)
+            defaults['warmup_iters'] = 0 if normalized else self.max_iters // 10
+            defaults['min_lr'] = 0.0 if normalized else rate / 10
+        if self.decay_lr and self.schedule == 'wsd':
+            defaults['wsd_decay'] = 0.2
+        unset = [name for name in defaults if getattr(self, name) is None]
+        cfg = replace(self, **{name: defaults[name] for name in unset})
+        too_high = f'min_lr={self.min_lr} is above learning_rate={rate}'
+        require(self.min_lr is None or self.min_lr <= rate, too_high)
+        if self.decay_lr and self.lr_decay_iters is not None:
+            lengths = f'warmup_iters={cfg.warmup_iters}, lr_decay_iters={cfg.lr_decay_iters}'
+            overlap = f'{lengths}: the decay would end before the warmup; change either'
+            require(cfg.warmup_iters <= cfg.lr_decay_iters, overlap)
+        return cfg
 
 
-def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
-    """One update over this rank's next `micro_steps` batches -> (their mean loss, 0-dim; norm of
-    the whole gradient).
+# ---------------------------------------------------------------------- evaluating and training
 
-    `trained` is what calls `model` (DDP's wrapper, or itself). A gradient that is not finite leaves
-    the weights alone."""
+
+def evaluate_splits(model, plan, rt):
+    """{'train_loss', 'val_loss'}: mean losses in nats per token."""
+    cfg = plan.cfg
+    count = cfg.eval_iters * cfg.eval_batch_size
+    counts = {'train': count, 'val': plan.splits['val'].n_windows if cfg.full_eval else count}
+    with memory.memory_for(memory.in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
+        return {
+            f'{name}_loss': evaluate(model, split, counts[name], cfg.eval_batch_size, rt)
+            for name, split in plan.splits.items()
+        }
+
+
+def train_step(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, rt):
+    """One optimizer step over this rank's next ``micro_steps`` batches.
+
+    ``trained`` is what calls ``model``: DDP's wrapper, or the model itself. A gradient that is not
+    finite leaves the weights as they are. Returns the mean loss of these batches (0-dim, nats per
+    token) and the norm of the whole gradient (float).
+    """
     loss = torch.zeros((), device=rt.device)
     for micro_step in range(micro_steps):
         x, y = next(batches)
-        last = micro_step == micro_steps - 1  # gradients cross the network once an update
-        with contextlib.nullcontext() if last else parallel.only_local(trained):
+        is_last = micro_step == micro_steps - 1  # gradients cross the network once a step
+        with contextlib.nullcontext() if is_last else parallel.only_local(trained):
             with rt.autocast():
                 _, micro_loss = trained(x, y)
-            # averaged over the ranks, so divided by this one's count
+            # DDP averages over the ranks, so the divisor is this rank's count
             scaler.scale(micro_loss / micro_steps).backward()
         loss += micro_loss.detach() / micro_steps
     scaler.unscale_(optimizer)
@@ -279,342 +188,162 @@ def update(model, trained, optimizer, scaler, batches, micro_steps, grad_clip, r
     return loss, grad_norm
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# the run
+# --------------------------------------------------------------------------------------- the run
 
 
 def main(argv):
-    # options, data, model: everything a user can get wrong, before anything is written
-    given = parse(argv, GPTConfig, TrainConfig)
-    options = build(TrainConfig, given)
-    if options.dry_run:
-        return preview(given, options)
-    state = starting_state(options)
-    resumed = state is not None and options.init_from in ('resume', 'auto')
-    if resumed and not {'train_config', *checkpoint.RESUMABLE} <= state.keys():
-        raise UserError(
-            f'{options.out_dir}/ckpt.pt holds weights only; start a run from them with '
-            f'--init_from={options.out_dir}/ckpt.pt --out_dir=OTHER'
+    plan = start.plan(argv, TrainConfig)  # what a user can get wrong is found here
+    if plan is None:  # --dry_run
+        return
+    rt = start.join(plan)
+    rt.print(start.summary(plan, rt))
+    model, compiled = place(plan, rt)
+    if plan.cfg.eval_only:
+        losses = evaluate_splits(model, plan, rt)
+        rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f}'.format(**losses))
+        return runtime.stop()
+    state = RunState(
+        configure_optimizer(model, plan.cfg, rt.dtype),
+        torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16),
+    )
+    rt.print(describe(state.optimizer))
+    if plan.resumes:
+        state.load(plan, model)
+        rt.print(start.changes(plan))
+        plan.state['model'] = plan.state['optimizer'] = None  # copied; their memory is free again
+    outputs = open_outputs(plan, state, model, compiled, rt)
+    caught = fit(plan, state, model, outputs, rt)
+    saved = outputs.saver is None or outputs.saver.wait()
+    runtime.stop()
+    out_dir = plan.cfg.out_dir
+    if not saved:
+        raise SystemExit(f'the final checkpoint could not be written to {out_dir}; see above')
+    if caught:
+        rt.print(
+            f'{caught}: saved step {state.step:,} in {out_dir}; continue with --init_from=resume '
+            f'--out_dir={out_dir}'
         )
-    if resumed:
-        options = continued(options, given, state)
-        if 'shards' in state and options.parallel == 'ddp':
-            state = checkpoint.with_shards(state, options.out_dir)
-    elif state is None and options.init_from not in PRETRAINED:
-        # contradictions come before the data's
-        memory.refuse_beyond_memory(build(GPTConfig, given), options.batch_size)
-    (rank, world_size), accum_steps = world(), options.gradient_accumulation_steps
-    if (
-        'RANK' not in os.environ
-        and (options.zero or options.parallel == 'fsdp')
-        and not options.eval_only
-    ):
-        raise UserError(
-            'zero and parallel=fsdp share the work of several processes: start with torchrun, or leave them out'
-        )
-    if 'RANK' not in os.environ and given.get('backend', 'auto') != 'auto':
-        raise UserError(
-            f'backend={options.backend} has no effect on a single process: start with torchrun, or leave it out'
-        )
-    if accum_steps % world_size:
-        raise UserError(
-            f'gradient_accumulation_steps={accum_steps} (all processes together) is not divisible by the {world_size} '
-            f'processes; the nearest that is: {max(1, round(accum_steps / world_size)) * world_size}'
-        )
-    folder = find_data(options.dataset)
-    meta = read_meta(folder)
-    if resumed and state['data'] != meta['sha256']:
-        raise UserError(
-            f'dataset={options.dataset}: not the data of the run in {options.out_dir} (sha256 of train.bin '
-            f'{meta["sha256"]["train"][:12]}, there {state["data"]["train"][:12]}); to train on with other data start a run '
-            f'from its weights: --init_from={options.out_dir}/ckpt.pt --out_dir=OTHER'
-        )
-    torch.manual_seed(options.seed)
-    from_shards = resumed and options.parallel == 'fsdp' and 'shards' in state
-    # its weights come from rank 0's or from the shards
-    elsewhere = options.parallel == 'fsdp' and (rank or from_shards)
-    with (
-        memory.memory_for('choose a smaller model: n_layer, n_embd, block_size'),
-        torch.device('meta') if elsewhere else contextlib.nullcontext(),
-    ):
-        model = starting_model(given, options, state, meta, resumed)
-    if not elsewhere:
-        memory.refuse_beyond_memory(model.cfg, options.batch_size)
-    cfg = options.resolve(model.cfg.normalized, bool(SCHEMES[model.cfg.update][0].scalars))
-    train_split, val_split = (
-        Split(folder, name, meta, model.cfg.block_size) for name in ('train', 'val')
+        raise SystemExit(STOPPED)
+    rt.print(
+        f'done: {state.step:,} steps, best val loss {state.best_val_loss:.4f}, checkpoint in '
+        f'{out_dir}/ckpt.pt'
     )
 
-    # device and processes
-    rt = runtime.start(cfg.device, cfg.dtype, cfg.backend)
-    if len(set(rt.gather(state and state.get('digest')))) > 1:
-        raise UserError(
-            f'the processes read different checkpoints in {cfg.out_dir}; all nodes need the same folder, or equal copies'
-        )
-    # dropout: each rank its own; the weights are drawn already, the same on all
-    torch.manual_seed(cfg.seed + rt.rank)
-    local_accum_steps, tokens_per_step = (
-        accum_steps // rt.world_size,
-        cfg.sequences * model.cfg.block_size,
-    )
-    for name, one in (('model', model.cfg), ('run', cfg)):
-        rt.print(
-            f'{name}:',
-            ' '.join(
-                f'{key}={value}' for key, value in asdict(one).items() if value not in (None, '')
-            ),
-        )
-    rt.print(
-        f'{folder}: {train_split.n_tokens:,} train and {val_split.n_tokens:,} val tokens, {train_split.n_windows:,} windows an '
-        f'epoch, sha256 of val {meta["sha256"]["val"][:12]}\n'
-        f'an update: {cfg.batch_size} sequences x {local_accum_steps} micro-steps x {rt.world_size} processes x '
-        f'{model.cfg.block_size} tokens = {tokens_per_step:,} tokens\n'
-        f'{model.num_params():,} parameters; {memory.memory_text(model, cfg, rt.dtype, rt.world_size)}'
-    )
+
+def place(plan, rt):
+    """Puts the model on the device, sharded or compiled as asked -> (model, whether compiled)."""
+    cfg, model = plan.cfg, plan.model
     if cfg.activation_checkpointing:
         parallel.checkpoint_activations(model)
     if cfg.parallel == 'fsdp':
         parallel.shard(model, rt)
-    with memory.memory_for(
-        'try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True tells what one needs',
-        SystemExit,
-    ):
+    remedy = (
+        'try --parallel=fsdp on several GPUs, or a smaller model; --dry_run=True estimates both'
+    )
+    with memory.memory_for(remedy, SystemExit):
         model.to(rt.device)
     compiled = cfg.parallel == 'ddp' and runtime.compile_model(model, cfg.compile, rt)
-    rt.print(f'{rt.device_name()}, {str(rt.dtype)[6:]}, {"" if compiled else "not "}compiled')
+    rt.print(f'{rt.device_name()}, {rt.dtype_name}, {"compiled" if compiled else "not compiled"}')
+    return model, compiled
 
-    def losses():
-        count, size = cfg.eval_iters * cfg.eval_batch_size, cfg.eval_batch_size
-        with memory.memory_for(memory.in_less(cfg, 'eval_batch_size', 'eval_iters'), SystemExit):
-            return {
-                'train_loss': evaluate(model, train_split, count, size, rt),
-                'val_loss': evaluate(
-                    model, val_split, val_split.n_windows if cfg.full_eval else count, size, rt
-                ),
-            }
 
-    if cfg.eval_only:
-        rt.print(
-            'train loss {train_loss:.4f}, val loss {val_loss:.4f} nats per token'.format(**losses())
-        )
-        return runtime.stop()
+class Outputs(NamedTuple):
+    """What a run writes to; None where that is another rank's work."""
 
-    # optimizer and, on resume, the state of everything
-    optimizer = configure_optimizer(model, cfg, rt.dtype)
-    scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
-    rt.print(describe(optimizer))
-    step, best_val_loss, skipped, wandb_id, rng = 0, math.inf, 0, None, None
-    if resumed:
-        if state['step'] > cfg.max_iters:
-            raise UserError(
-                f'max_iters={cfg.max_iters}, but the run in {cfg.out_dir} is at step {state["step"]} already'
-            )
-        step, best_val_loss, skipped, wandb_id, rng = (
-            state[key] for key in ('step', 'best_val_loss', 'skipped', 'wandb_id', 'rng')
-        )
-        try:
-            optimizer.load_state_dict(state['optimizer'])
-            if from_shards:
-                shards.load(cfg.out_dir, state, model, optimizer)
-            if state['scaler']:  # not of a run that had none
-                scaler.load_state_dict(state['scaler'])
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise UserError(
-                f'{cfg.out_dir}: the checkpoint does not fit its model: {error}'
-            ) from None
-        before = asdict(TrainConfig(**state['train_config']).resolve(model.cfg.normalized))
-        rt.print(
-            '; '.join(
-                [f'resumed {cfg.out_dir} at step {step:,}']
-                + [
-                    f'{key}: {before[key]} -> {value}'
-                    for key, value in asdict(cfg).items()
-                    if value != before[key] and key != 'init_from'
-                ]
-            )
-        )
-    first_step, state = step, None  # the checkpoint's tensors are copied by now
-    metrics = saver = None
+    lock: Any  # an open file, by which other processes are refused until this one ends
+    metrics: Metrics | None
+    saver: checkpoint.Saver | None
+
+
+def open_outputs(plan, state, model, compiled, rt):
+    """Claims the run's folder, which nothing has written to before -> Outputs."""
+    cfg = plan.cfg
+    lock = metrics = saver = None
     if rt.is_main:
-        lock = checkpoint.claim(cfg.out_dir)  # noqa: F841, held until this process ends
-        if not resumed:
+        lock = checkpoint.claim(cfg.out_dir)
+        if not plan.resumes:
             checkpoint.clear(cfg.out_dir)
         facts = {
             'config': asdict(model.cfg) | asdict(cfg),
             'params': model.num_params(),
             'world_size': rt.world_size,
             'device': rt.device_name(),
-            'dtype': str(rt.dtype)[6:],
+            'dtype': rt.dtype_name,
             'compiled': compiled,
             'torch': torch.__version__,
-            'commit': code_version(),
+            'commit': report.code_version(),
             'command': ' '.join(sys.argv),
         }
-        metrics = Metrics(cfg, facts, step, wandb_id)
+        metrics = Metrics(cfg, facts, state.step, state.wandb_id)
+        state.wandb_id = metrics.wandb_id
     if rt.is_main or cfg.save_sharded:
-        # of the savers' threads only
-        group = dist.new_group(backend='gloo') if cfg.save_sharded else None
-        saver = checkpoint.Saver(
-            cfg.out_dir, cfg.keep_last, step if resumed else None, best_val_loss, group
-        )
+        group = dist.new_group(backend='gloo') if cfg.save_sharded else None  # the saver's threads
+        step = state.step if plan.resumes else None
+        saver = checkpoint.Saver(cfg.out_dir, cfg.keep_last, step, state.best_val_loss, group)
+    return Outputs(lock, metrics, saver)
 
-    def save(best):
-        rng, gather = rt.gather(runtime.rng_state(rt.device)), not cfg.save_sharded
-        optimizer_state, weights = (
-            optimizer.state_dict(gather),
-            parallel.whole_state(model) if gather else model.state_dict(),
-        )
-        if saver:
-            saver.save(
-                {
-                    'version': checkpoint.VERSION,
-                    'model': weights,
-                    'gpt_config': asdict(model.cfg),
-                    'step': step,
-                    'best_val_loss': best_val_loss,
-                    'tokenizer': meta['tokenizer'],
-                    'optimizer': optimizer_state,
-                    'scaler': scaler.state_dict(),
-                    'train_config': asdict(options),
-                    'skipped': skipped,
-                    'rng': rng,
-                    'data': meta['sha256'],
-                    'wandb_id': metrics and metrics.wandb_id,
-                },
-                best,
-            )
 
+def fit(plan, state, model, outputs, rt):
+    """Trains until max_iters or a signal, whose name is returned; the state is saved by then."""
+    cfg = plan.cfg
     trained = parallel.replicate(model, rt)
-    batches = iter(
-        TrainLoader(
-            train_split,
-            cfg.batch_size,
-            accum_steps,
-            cfg.seed,
-            step,
-            rt.rank,
-            rt.world_size,
-            rt.device,
-        )
+    micro_batches = cfg.gradient_accumulation_steps
+    place_in_batch = (state.step, rt.rank, rt.world_size)
+    loader = TrainLoader(
+        plan.splits['train'], cfg.batch_size, micro_batches, cfg.seed, *place_in_batch, rt.device
     )
-    signals, seconds = runtime.Signals(), 0.0
-    bar = tqdm(
-        total=cfg.max_iters,
-        initial=step,
-        desc=model.cfg.update,
-        unit='step',
-        disable=None if rt.is_main else True,
-    )
-    if rng and len(rng) == rt.world_size:
-        runtime.set_rng_state(rt.device, rng[rt.rank])  # last, so that nothing draws in between
-    elif rng and model.cfg.dropout:
-        rt.print(
-            f'note: a checkpoint of {len(rng)} processes goes on with {rt.world_size}: same data, other dropout masks'
-        )
-
+    batches = iter(loader)
+    progress = Progress(model.cfg.update, cfg, state, plan.tokens_per_step, outputs.metrics, rt)
+    signals = runtime.Signals()
+    restored_step = state.step if plan.resumes else None
+    if plan.resumes:
+        runtime.restore_rng(rt, plan.state['rng'], model.cfg.dropout)  # nothing may draw after it
     while True:
-        # now and then: evaluate and save
         stopping = rt.any(signals.caught is not None)
-        finished = step >= cfg.max_iters
-        # a checkpoint of this step was made after its evaluation
-        if step > first_step or not resumed:
-            improved, evaluated = False, finished or every(cfg.eval_interval, step)
-            if evaluated:
-                record = {'step': step, 'tokens': step * tokens_per_step, **losses()}
-                improved, best_val_loss = (
-                    record['val_loss'] < best_val_loss,
-                    min(best_val_loss, record['val_loss']),
-                )
-                rt.print(
-                    f'step {step:,}: train loss {record["train_loss"]:.4f}, val loss {record["val_loss"]:.4f}'
-                )
-                if rt.is_main:
-                    metrics.write(
-                        record
-                        | {'best_val_loss': best_val_loss, **other_units(record['val_loss'], meta)}
-                    )
-            if (
-                finished
-                or stopping
-                or step
-                and (
-                    every(cfg.save_interval, step)
-                    or evaluated
-                    and (improved or cfg.always_save_checkpoint)
-                )
-            ):
-                save(improved)
+        finished = state.step >= cfg.max_iters
+        if state.step != restored_step:  # its checkpoint was written after its evaluation
+            evaluated = finished or every(cfg.eval_interval, state.step)
+            improved = evaluated and record_evaluation(plan, state, model, outputs.metrics, rt)
+            worth_saving = evaluated and (improved or cfg.always_save_checkpoint)
+            due = state.step > 0 and (worth_saving or every(cfg.save_interval, state.step))
+            if finished or stopping or due:
+                save(plan, state, model, outputs.saver, improved, rt)
         if finished or stopping:
-            break
+            progress.close()
+            return None if finished else signals.caught
 
-        # one update
-        started = time.perf_counter()
-        optimizer.set_lr(lr_multiplier(step, cfg))
-        with memory.memory_for(
-            memory.in_less(cfg, 'batch_size', 'gradient_accumulation_steps'), SystemExit
-        ):
-            loss, grad_norm = update(
-                model, trained, optimizer, scaler, batches, local_accum_steps, cfg.grad_clip, rt
+        t0 = time.perf_counter()
+        state.optimizer.set_lr(lr_multiplier(state.step, cfg))
+        remedy = memory.in_less(cfg, 'batch_size', 'gradient_accumulation_steps')
+        with memory.memory_for(remedy, SystemExit):
+            micro_steps = micro_batches // rt.world_size
+            optimizer, scaler = state.optimizer, state.scaler
+            loss, grad_norm = train_step(
+                model, trained, optimizer, scaler, batches, micro_steps, cfg.grad_clip, rt
             )
-        skipped = 0 if math.isfinite(grad_norm) else skipped + 1
-        step += 1
-        seconds += time.perf_counter() - started
-
-        # tell
-        if skipped:
-            rt.print(
-                f'warning: step {step:,}: gradient norm {grad_norm}, update skipped ({skipped} in a row)'
-            )
-            # float16's scaler halves its way from 2^16 to its scale
-            if skipped >= cfg.max_skipped + 20 * scaler.is_enabled():
-                raise SystemExit(
-                    f'stopped at step {step:,}: {skipped} updates in a row with a non-finite gradient; the last checkpoint '
-                    f'is untouched; try a lower learning rate'
-                )
-        bar.update()
-        if every(cfg.log_interval, step):
-            loss, steps = rt.mean(loss), min(cfg.log_interval, step - first_step)
-            record = {
-                'step': step,
-                'tokens': step * tokens_per_step,
-                'loss': loss,
-                'lr': optimizer.lr()['embeddings'],
-                'grad_norm': grad_norm,
-                'tokens_per_s': steps * tokens_per_step / seconds,
-                'skipped': skipped,
-                'lrs': optimizer.lr(),
-            }
-            seconds = 0.0
-            if rt.is_main:
-                metrics.write(record)
-                bar.set_postfix_str(f'loss {loss:.4f}, {record["tokens_per_s"]:,.0f} tokens/s')
-                if bar.disable:
-                    left = (cfg.max_iters - step) * tokens_per_step / record['tokens_per_s']
-                    rt.print(
-                        f'step {step:,}/{cfg.max_iters:,}: loss {loss:.4f}, gradient norm {grad_norm:.2f}, '
-                        f'{record["tokens_per_s"]:,.0f} tokens/s, {left / 60:.1f} min left'
-                    )
-
-    bar.close()
-    trained = batches = None  # let go of DDP's reducer while the process group is whole
-    saved = saver is None or saver.wait()
-    runtime.stop()
-    if not saved:
-        raise SystemExit(
-            f'the final checkpoint could not be written to {cfg.out_dir}; see the warning above'
-        )
-    if signals.caught and not finished:
-        rt.print(
-            f'{signals.caught}: saved step {step:,} in {cfg.out_dir}; go on with --init_from=resume --out_dir={cfg.out_dir}'
-        )
-        raise SystemExit(STOPPED)
-    rt.print(
-        f'done: {step:,} updates, best val loss {best_val_loss:.4f}, checkpoint in {cfg.out_dir}/ckpt.pt'
-    )
+        state.count(grad_norm)
+        progress.step(loss, grad_norm, time.perf_counter() - t0)
 
 
-def every(interval, step):
-    return interval > 0 and step % interval == 0
+def record_evaluation(plan, state, model, metrics, rt):
+    """Evaluates, writes the record, and returns whether the validation loss is the best so far."""
+    losses = evaluate_splits(model, plan, rt)
+    val_loss = losses['val_loss']
+    improved = val_loss < state.best_val_loss
+    state.best_val_loss = min(state.best_val_loss, val_loss)
+    rt.print(f'step {state.step:,}: train loss {losses["train_loss"]:.4f}, val loss {val_loss:.4f}')
+    if rt.is_main:
+        record = {'step': state.step, 'tokens': state.step * plan.tokens_per_step, **losses}
+        record['best_val_loss'] = state.best_val_loss
+        metrics.write(record | other_units(val_loss, plan.meta))
+    return improved
+
+
+def save(plan, state, model, saver, best, rt):
+    """Hands a checkpoint to the saver, also as best.pt if ``best``; every rank must call it."""
+    content = state.to_dict(plan, model, rt.gather(runtime.rng_state(rt.device)))
+    if saver is not None:
+        saver.save(content, best)
 
 
 if __name__ == '__main__':

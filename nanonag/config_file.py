@@ -6,13 +6,14 @@ A file is parsed and never executed, so one from a stranger can do no harm.
 import ast
 import operator
 import os
+from collections.abc import Callable
 
 from nanonag.cli import UserError, nearest
 from nanonag.files import ROOT
 
 MAX_BYTES = 2**16  # of a config file
 MAX_INT = 2**63  # what a tensor can hold; the limit also keeps arithmetic fast
-OPERATORS = {
+OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -38,7 +39,7 @@ def read_file(path, asked_by='', seen=()):
         UserError: if the file cannot be read or holds anything but assignments.
     """
     path = os.path.normpath(path)
-    names = {}
+    names: dict[str, object] = {}
     for i, node in enumerate(parse_file(path, asked_by, seen)):
         where = f'{path}:{node.lineno}'
         key, value = assignment(node, where, names)
@@ -93,14 +94,15 @@ def assignment(node, where, names):
         ) from None
 
 
-def evaluate(node, names):
+def evaluate(node, names) -> object:
     """The value of an expression's syntax tree.
 
     Raises ValueError or ArithmeticError, with the reason as the last argument, if there is none.
     """
+    value: object
     match node:
-        case ast.Constant(value=value):
-            pass
+        case ast.Constant(value=constant):
+            value = constant
         case ast.Name(id=name) if name in names:
             value = names[name]
         case ast.Name(id=name):

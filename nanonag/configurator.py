@@ -93,7 +93,8 @@ def drop_idle(idle, typed, reason):
     """
     refused = [f'{name}={value}' for name, value in idle.items() if name in typed]
     if refused:
-        raise UserError(f'{", ".join(refused)}: no effect with {reason}; leave out')
+        verb, them = ('has', 'it') if len(refused) == 1 else ('have', 'them')
+        raise UserError(f'{", ".join(refused)} {verb} no effect with {reason}; leave {them} out')
     if idle:
         dropped = ', '.join(f'{name}={value}' for name, value in idle.items())
         note(f'{dropped}: not used with {reason}')
@@ -115,6 +116,44 @@ def between(config, **limits):
         value = getattr(config, name)
         if value is not None and not low < value < min(high, HUGE):
             raise UserError(f'{name}={value}: must be above {low} and below {min(high, HUGE):g}')
+
+
+def require(condition, message):
+    """Raises UserError with the message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def choose(config, choices, where):
+    """Replaces None by the first of a field's allowed values, and refuses all other values.
+
+    Args:
+        config: a frozen dataclass, in its ``__post_init__``.
+        choices: {field: allowed values}.
+        where: what the choice depends on, such as 'update=gd'.
+    """
+    for name, allowed in choices.items():
+        value = getattr(config, name)
+        names = ' or '.join(map(str, allowed))
+        require(value is None or value in allowed, f'{name}={value}: {where} takes {names}')
+        if value is None:
+            object.__setattr__(config, name, allowed[0])
+
+
+def set_numbers(config, defaults, where):
+    """Replaces None by a field's default; a field whose default is None must not be set.
+
+    Args:
+        config: a frozen dataclass, in its ``__post_init__``.
+        defaults: {field: default, or None where the field has no effect}.
+        where: what that depends on, such as 'update=gd'.
+    """
+    for name, default in defaults.items():
+        value = getattr(config, name)
+        has_effect = value is None or default is not None
+        require(has_effect, f'{name}={value} has no effect with {where}; leave it out')
+        if value is None:
+            object.__setattr__(config, name, default)
 
 
 def convert(cls, values, where):

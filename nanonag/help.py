@@ -43,7 +43,7 @@ def table_of_options(source, name):
     cls = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
     rows = []
     for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and node.value:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
             comment = re.sub(r'\w+', lambda m: keys.get(m[0], m[0]), comment_of(node, lines))
             kind = kind_of(node.annotation)
             rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))

@@ -1,4 +1,4 @@
-"""Memory: what a run needs, what a machine has, and what to try when it does not suffice."""
+"""Memory: what a run needs, what a machine has, and what to try when that is too little."""
 
 import contextlib
 import ctypes
@@ -8,25 +8,34 @@ import os
 import torch
 import torch.nn as nn
 
-from nanonag.cli import UserError
+from nanonag.cli import UserError, first_line
+
+GIB = 2**30
+# in the messages of RuntimeErrors that mean what torch.OutOfMemoryError means
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    'not enough memory',
+    'Storage size calculation overflowed',
+    'multiplication overflow',
+)
 
 
 def keep_freed_memory(keep=True):
-    """Makes glibc keep the memory of freed tensors for the next ones; given back to the system,
-    each of its pages has to be cleared again at the next use: an eighth of a training step on a
-    CPU. keep=False: about what glibc does by itself."""
-    # another C library has other ways
+    """Makes glibc keep the memory of freed tensors for the next ones.
+
+    Memory that goes back to the system is cleared again, page by page, when it is next used, which
+    takes an eighth of a training step on a CPU. With ``keep=False`` glibc does about what it does
+    by default. Other C libraries are left alone.
+    """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        # M_MMAP_MAX: how many blocks come straight from the system
-        mallopt(-4, 0 if keep else 65536)
-        # M_TRIM_THRESHOLD: how much may lie free at the top; -1: all
-        mallopt(-1, -1 if keep else 2**26)
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the size up to which none does, at its maximum
+        mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: blocks that come straight from the system
+        mallopt(-1, -1 if keep else 2**26)  # M_TRIM_THRESHOLD: free bytes at the top; -1: all
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the size from which blocks do so, at its maximum
 
 
 def main_memory():
-    """Bytes of this machine's memory, inf where it does not tell."""
+    """The bytes of this machine's memory, inf if the system does not say."""
     try:
         return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (AttributeError, ValueError, OSError):
@@ -35,79 +44,86 @@ def main_memory():
 
 @contextlib.contextmanager
 def memory_for(remedy, failure=UserError):
-    """Turns running out of memory, the device's or main memory, into a `failure` that names the
-    remedy."""
+    """A context that turns running out of memory, a device's or main memory, into a message.
+
+    Args:
+        remedy: what the user can try.
+        failure: the type of the exception raised, UserError or SystemExit.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        says_so = (
-            "can't allocate memory",
-            'not enough memory',
-            'Storage size calculation overflowed',
-            'multiplication overflow',
-        )
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
-            text in reason for text in says_so
-        ):
+        reason = first_line(error)
+        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_known and not any(text in reason for text in OUT_OF_MEMORY):
             raise
         raise failure(f'out of memory ({reason:.200}); {remedy}') from None
 
 
-def memory_estimate(model, cfg, dtype, world_size):
-    """{how: bytes on each GPU} for ddp, ddp with zero, and fsdp; activations without checkpointing,
-    no fragmentation.
+def refuse_beyond_memory(gpt_cfg, batch_size):
+    """Raises UserError if main memory cannot hold the matrices and the ids of a micro-batch."""
+    matrices = 48 * gpt_cfg.n_layer * gpt_cfg.n_embd**2  # 12 C^2 float32 weights a layer
+    ids = 16 * batch_size * gpt_cfg.block_size  # inputs and targets, int64
+    available = main_memory()
+    if matrices + ids > available:
+        raise UserError(
+            f'n_layer={gpt_cfg.n_layer}, n_embd={gpt_cfg.n_embd}, batch_size={batch_size}, '
+            f'block_size={gpt_cfg.block_size} need more than {(matrices + ids) / GIB:,.0f} GiB of '
+            f'main memory, and this machine has {available / GIB:,.0f}; lower them'
+        )
 
-    `model` may be on the meta device. State: 4 bytes a parameter each for weight and gradient, 8
-    for AdamW's moments, 4 for Muon's momentum. Activations: about 34 C bytes a token and layer in
-    16 bits (Korthikanti et al., 2022, without the attention matrix), twice that for the momentum
-    schemes' float32 streams and for SwiGLU's wider hidden layer at the most."""
+
+def memory_estimate(model, cfg, dtype, world_size):
+    """The bytes that training needs on each device: {how: bytes} for ddp, ddp + zero and fsdp.
+
+    Weights and gradients take 4 bytes each per parameter, AdamW's moments 8, Muon's momentum 4.
+    Activations take about 34 C bytes per token and layer in 16 bits (Korthikanti et al., 2022,
+    without the attention matrix); momentum streams and SwiGLU take up to twice that. Without
+    activation checkpointing and fragmentation.
+
+    Args:
+        model: the GPT; may be on the meta device.
+        cfg: a resolved TrainConfig.
+        dtype: of the matmuls.
+        world_size: the number of processes.
+    """
     params = sum(p.numel() for p in model.parameters())
-    matrices = sum(
-        m.weight.numel() for m in model.transformer.h.modules() if isinstance(m, nn.Linear)
-    )
-    optimizer = 8 * params - (4 * matrices if cfg.optimizer == 'muon' else 0)
-    tokens, layer = cfg.batch_size * model.cfg.block_size, matrices // model.cfg.n_layer
-    activations = (
-        tokens * model.cfg.n_embd * model.cfg.n_layer * (34 if dtype != torch.float32 else 60)
-    )
+    linears = [m for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
+    matrices = sum(linear.weight.numel() for linear in linears)
+    state = 8 * params
+    optimizer = 8 * params - 4 * matrices if cfg.optimizer == 'muon' else 8 * params
+    bytes_per_channel = 60 if dtype == torch.float32 else 34
+    tokens = cfg.batch_size * model.cfg.block_size
+    activations = tokens * model.cfg.n_embd * model.cfg.n_layer * bytes_per_channel
+    unsharded = 4 * (params - matrices) + 8 * (matrices // model.cfg.n_layer)
     return {
-        'ddp': 8 * params + optimizer + activations,
-        'ddp + zero': 8 * params + optimizer // world_size + activations,
-        'fsdp': (8 * params + optimizer) // world_size
-        + 4 * (params - matrices)
-        + 8 * layer
-        + activations,
+        'ddp': state + optimizer + activations,
+        'ddp + zero': state + optimizer // world_size + activations,
+        'fsdp': (state + optimizer) // world_size + unsharded + activations,
     }
 
 
 def memory_text(model, cfg, dtype, world_size):
-    return 'memory on each device about ' + ', '.join(
-        f'{size / 2**30:.1f} GiB ({how})'
-        for how, size in memory_estimate(model, cfg, dtype, world_size).items()
-    )
+    """The estimate as one line; see :func:`memory_estimate`."""
+    estimate = memory_estimate(model, cfg, dtype, world_size)
+    parts = [f'{size / GIB:.1f} GiB ({how})' for how, size in estimate.items()]
+    return f'memory on each device about {", ".join(parts)}'
 
 
 def in_less(cfg, size, times):
-    """What to try where memory ran out: size x times, two options, in smaller pieces, and what else
-    makes room."""
+    """What to try where memory ran out, as text.
+
+    ``size`` and ``times`` are options whose product stays: the number of sequences in a batch and
+    the number of such batches.
+    """
     n, count = getattr(cfg, size), getattr(cfg, times)
     parts = next((d for d in range(2, n + 1) if n % d == 0), 1)
-    ways = [f'--{size}={n // parts} --{times}={count * parts} (the same run)'] * (parts > 1)
-    ways += ['--activation_checkpointing=True'] * (not cfg.activation_checkpointing)
-    ways += ['--parallel=fsdp on several GPUs'] * (cfg.parallel == 'ddp') + ['a smaller model']
+    ways = []
+    if parts > 1:
+        ways.append(f'--{size}={n // parts} --{times}={count * parts} (the same run)')
+    if not cfg.activation_checkpointing:
+        ways.append('--activation_checkpointing=True')
+    if cfg.parallel == 'ddp':
+        ways.append('--parallel=fsdp on several GPUs')
+    ways.append('a smaller model')
     return f'try {", or ".join(ways)}'
-
-
-def refuse_beyond_memory(gpt, batch_size):
-    """UserError where main memory cannot hold what every run puts there first: the matrices, and
-    the ids of a micro-batch."""
-    least, memory = (
-        48 * gpt.n_layer * gpt.n_embd**2 + 16 * batch_size * gpt.block_size,
-        main_memory(),
-    )
-    if least > memory:
-        raise UserError(
-            f'n_layer={gpt.n_layer}, n_embd={gpt.n_embd}, batch_size={batch_size}, block_size={gpt.block_size} need more than '
-            f'{least / 2**30:,.0f} GiB of main memory, and this machine has {memory / 2**30:,.0f}; lower them'
-        )

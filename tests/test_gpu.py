@@ -489,13 +489,13 @@ def test_auto_trains_compiled_and_saves_plain_names(update, data_folder, tmp_pat
 
 def test_running_out_of_memory_is_one_message(data_folder, tmp_path, monkeypatch):
     """The real error of a GPU whose memory is nearly used up by others."""
-    update = script.update
+    update = script.train_step
 
     def crowded(*args):
         torch.cuda.set_per_process_memory_fraction(1e-6)
         return update(*args)
 
-    monkeypatch.setattr(script, 'update', crowded)
+    monkeypatch.setattr(script, 'train_step', crowded)
     try:
         outcome = train(
             data_folder,

@@ -410,7 +410,7 @@ def test_other_errors_are_not_taken_for_memory(data_folder, tmp_path, monkeypatc
     def fail(*args):
         raise RuntimeError('an illegal memory access')
 
-    monkeypatch.setattr(script, 'update', fail)
+    monkeypatch.setattr(script, 'train_step', fail)
     with pytest.raises(RuntimeError, match='illegal'):
         train(data_folder, tmp_path)
 
