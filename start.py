@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from model import GPT, GPTConfig
-from nanonag import checkpoint, memory, runtime
+from nanonag import checkpoint, memory, report, runtime
 from nanonag.cli import UserError, first_line, warn, world
 from nanonag.configurator import Options, build, convert, drop_idle, parse
 from nanonag.data import tokenizer
@@ -138,6 +139,21 @@ def summary(plan, rt):
         f'{model.num_params():,} parameters; {needs}',
     ]
     return '\n'.join(lines)
+
+
+def facts(plan, compiled, rt):
+    """What metrics.jsonl records of a run before its first step."""
+    return {
+        'config': asdict(plan.model.cfg) | asdict(plan.cfg),
+        'params': plan.model.num_params(),
+        'world_size': rt.world_size,
+        'device': rt.device_name(),
+        'dtype': rt.dtype_name,
+        'compiled': compiled,
+        'torch': torch.__version__,
+        'commit': report.code_version(),
+        'command': ' '.join(sys.argv),
+    }
 
 
 def changes(plan):

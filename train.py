@@ -17,20 +17,19 @@ if __name__ == '__main__':
 import contextlib
 import importlib.util
 import math
-import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import start
-from nanonag import checkpoint, memory, parallel, report, runtime
+from nanonag import checkpoint, memory, parallel, runtime
 from nanonag.cli import UserError, run
 from nanonag.configurator import at_least, between, require
 from nanonag.data.loader import TrainLoader
-from nanonag.evaluation import evaluate
+from nanonag.evaluation import evaluate, in_words
 from nanonag.metrics import Metrics, other_units
 from nanonag.optim import configure_optimizer, describe, lr_multiplier
 from nanonag.progress import Progress, every
@@ -200,7 +199,7 @@ def main(argv):
     model, compiled = place(plan, rt)
     if plan.cfg.eval_only:
         losses = evaluate_splits(model, plan, rt)
-        rt.print('train loss {train_loss:.4f}, val loss {val_loss:.4f}'.format(**losses))
+        rt.print(f'{in_words(losses)} nats per token')
         return runtime.stop()
     state = RunState(
         configure_optimizer(model, plan.cfg, rt.dtype),
@@ -211,7 +210,7 @@ def main(argv):
         state.load(plan, model)
         rt.print(start.changes(plan))
         plan.state['model'] = plan.state['optimizer'] = None  # copied; their memory is free again
-    outputs = open_outputs(plan, state, model, compiled, rt)
+    outputs = open_outputs(plan, state, compiled, rt)
     caught = fit(plan, state, model, outputs, rt)
     saved = outputs.saver is None or outputs.saver.wait()
     runtime.stop()
@@ -255,7 +254,7 @@ class Outputs(NamedTuple):
     saver: checkpoint.Saver | None
 
 
-def open_outputs(plan, state, model, compiled, rt):
+def open_outputs(plan, state, compiled, rt):
     """Claims the run's folder, which nothing has written to before -> Outputs."""
     cfg = plan.cfg
     lock = metrics = saver = None
@@ -263,17 +262,7 @@ def open_outputs(plan, state, model, compiled, rt):
         lock = checkpoint.claim(cfg.out_dir)
         if not plan.resumes:
             checkpoint.clear(cfg.out_dir)
-        facts = {
-            'config': asdict(model.cfg) | asdict(cfg),
-            'params': model.num_params(),
-            'world_size': rt.world_size,
-            'device': rt.device_name(),
-            'dtype': rt.dtype_name,
-            'compiled': compiled,
-            'torch': torch.__version__,
-            'commit': report.code_version(),
-            'command': ' '.join(sys.argv),
-        }
+        facts = start.facts(plan, compiled, rt)
         metrics = Metrics(cfg, facts, state.step, state.wandb_id)
         state.wandb_id = metrics.wandb_id
     if rt.is_main or cfg.save_sharded:
@@ -331,7 +320,7 @@ def record_evaluation(plan, state, model, metrics, rt):
     val_loss = losses['val_loss']
     improved = val_loss < state.best_val_loss
     state.best_val_loss = min(state.best_val_loss, val_loss)
-    rt.print(f'step {state.step:,}: train loss {losses["train_loss"]:.4f}, val loss {val_loss:.4f}')
+    rt.print(f'step {state.step:,}: {in_words(losses)}')
     if rt.is_main:
         record = {'step': state.step, 'tokens': state.step * plan.tokens_per_step, **losses}
         record['best_val_loss'] = state.best_val_loss

@@ -135,7 +135,10 @@ def choose(config, choices, where):
     for name, allowed in choices.items():
         value = getattr(config, name)
         names = ' or '.join(map(str, allowed))
-        require(value is None or value in allowed, f'{name}={value}: {where} takes {names}')
+        problem = f'{name}={value}: {where} takes {names}'
+        if allowed == (None,):
+            problem = f'{name}={value} has no effect with {where}; leave it out'
+        require(value is None or value in allowed, problem)
         if value is None:
             object.__setattr__(config, name, allowed[0])
 

@@ -24,3 +24,8 @@ def evaluate(model, split, count, batch_size, rt):
     model.train()
     total, weight = rt.sum([total, weight])
     return total / weight
+
+
+def in_words(losses):
+    """'train loss 1.2345, val loss 1.2345'."""
+    return f'train loss {losses["train_loss"]:.4f}, val loss {losses["val_loss"]:.4f}'
