@@ -38,8 +38,7 @@ def gpt2():
 
 @pytest.fixture
 def no_package(monkeypatch, tmp_path):
-    """The package with GPT-2's files is there, but holds other files; tiktoken has nothing
-    cached."""
+    """The package with GPT-2's files is there, but holds other files; tiktoken has nothing cached."""
     (tmp_path / 'data').mkdir()
     for name in ('vocab.bpe', 'encoder.json'):
         (tmp_path / 'data' / name).write_text('{}', encoding='utf-8')
