@@ -20,7 +20,7 @@ import pytest
 
 from nanonag.cli import UserError
 from nanonag.data import folder as dataset
-from nanonag.data import source, tokenizer, writer
+from nanonag.data import download, encoder, holdout, source, tokenizer, writer
 
 ROOT = Path(__file__).resolve().parents[1]
 BINS = ('train.bin', 'val.bin')
@@ -212,7 +212,7 @@ def test_shakespeare_download(tmp_path, monkeypatch):
         b'Once more unto the breach.\n' * 20,
         importlib.import_module('data.shakespeare.prepare'),
     )
-    monkeypatch.setattr(source.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(text))
+    monkeypatch.setattr(download.urllib.request, 'urlopen', lambda url, timeout: io.BytesIO(text))
     with pytest.raises(UserError, match='SHA-256 differs'):
         prepare('shakespeare_char', tmp_path / 'out')
     monkeypatch.setattr(script, 'SHA256', hashlib.sha256(text).hexdigest())
@@ -223,7 +223,7 @@ def test_no_network(tmp_path, monkeypatch):
     def fail(url, timeout):
         raise urllib.error.URLError('no route')
 
-    monkeypatch.setattr(source.urllib.request, 'urlopen', fail)
+    monkeypatch.setattr(download.urllib.request, 'urlopen', fail)
     with pytest.raises(UserError, match='cannot be downloaded.*--input'):
         prepare('shakespeare', tmp_path / 'out')
     assert not list((tmp_path / 'out').iterdir())
@@ -277,7 +277,7 @@ def test_openwebtext_is_split_as_nanogpt_does(tmp_path, hub):
 
 def test_hub_that_cannot_be_reached(tmp_path, hub):
     with pytest.raises(
-        UserError, match="TinyStories at 'nowhere' cannot be had.*no route.*--input"
+        UserError, match="TinyStories at 'nowhere' cannot be downloaded.*no route.*--input"
     ):
         prepare('tinystories', tmp_path / 'out', revision='nowhere')
 
@@ -484,7 +484,7 @@ def test_ids_that_do_not_fit_are_refused(tmp_path):
 
 def test_the_bytes_do_not_depend_on_num_proc_or_chunks(tmp_path, stories, monkeypatch):
     prepare('tinystories', tmp_path / 'one', stories, num_proc=1)
-    monkeypatch.setattr(writer, 'CHUNK', 500)
+    monkeypatch.setattr(encoder, 'CHUNK', 500)
     monkeypatch.setattr(source, 'BLOCK', 100)
     for num_proc in (1, 2, 5):
         prepare('tinystories', tmp_path / 'many', stories, num_proc=num_proc)
@@ -496,7 +496,7 @@ def test_a_long_text_is_cut_into_pieces_with_the_same_tokens(tmp_path, monkeypat
     (tmp_path / 'in.txt').write_text(text, encoding='utf-8')
     monkeypatch.setattr(source, 'BLOCK', 37)
     monkeypatch.setattr(source, 'LONGEST', 1000)
-    monkeypatch.setattr(writer, 'CHUNK', 200)
+    monkeypatch.setattr(encoder, 'CHUNK', 200)
     val = write_jsonl(tmp_path / 'val.jsonl', ['a', 'b'])
     prepare('openwebtext', tmp_path / 'out', tmp_path / 'in.txt', val_input=val)
     gpt2 = tokenizer.from_description({'kind': 'gpt2'})
@@ -506,14 +506,14 @@ def test_a_long_text_is_cut_into_pieces_with_the_same_tokens(tmp_path, monkeypat
 def test_documents_of_several_pieces_stay_whole():
     pieces = lambda: iter([('ab', False), ('cd', True), ('ef', False), ('gh', True), ('ij', True)])
     assert list(source.first_documents(pieces, 1)()) == [('ab', False), ('cd', True)]
-    assert list(source.split_by_document(pieces, 2, 0)) == [
+    assert list(holdout.split_by_document(pieces, 2, 0)) == [
         ('val', 'ab', False),
         ('val', 'cd', True),
         ('train', 'ef', False),
         ('train', 'gh', True),
         ('val', 'ij', True),
     ]
-    assert list(source.split_by_position(pieces, 3)) == [
+    assert list(holdout.split_by_position(pieces, 3)) == [
         ('train', 'ab', False),
         ('train', 'c', False),
         ('val', 'd', True),
@@ -536,7 +536,7 @@ def test_few_items_are_in_flight():
     pulled = count(1)
     items = (next(pulled) for _ in range(100))
     with ThreadPoolExecutor(3) as pool:
-        for done, result in enumerate(writer.ordered_map(pool, lambda x: -x, items, 6), 1):
+        for done, result in enumerate(encoder.ordered_map(pool, lambda x: -x, items, 6), 1):
             assert result == -done
             ahead = next(pulled) - 1 - done
             pulled = count(done + ahead + 1)
@@ -550,15 +550,15 @@ def test_a_killed_tokenizing_process_is_told_and_the_next_run_goes_on(
         yield from islice(ordered_map(pool, *args), 3)
         pool.submit(os._exit, 1).result()
 
-    ordered_map = writer.ordered_map
+    ordered_map = encoder.ordered_map
     prepare('tinystories', tmp_path / 'whole', stories, num_proc=2)
-    monkeypatch.setattr(writer, 'CHUNK', 500)
+    monkeypatch.setattr(encoder, 'CHUNK', 500)
     monkeypatch.setattr(writer, 'SAVE_EVERY', 0)
     with (
         monkeypatch.context() as patch,
         pytest.raises(UserError, match='process was killed.*lower --num_proc'),
     ):
-        patch.setattr(writer, 'ordered_map', killed)
+        patch.setattr(encoder, 'ordered_map', killed)
         prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
     assert not any((tmp_path / 'out').glob('*.bin'))
     prepare('tinystories', tmp_path / 'out', stories, num_proc=2)
@@ -593,11 +593,11 @@ def test_tokenizing_processes_end_with_a_killed_parent(tmp_path):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, 'CHUNK', 2**16)
+    monkeypatch.setattr(encoder, 'CHUNK', 2**16)
     # 22 MB, 44 MB of ids
     (tmp_path / 'in.txt').write_text('never mind the length\n' * 10**6, encoding='utf-8')
     tracemalloc.start()
-    pieces = source.split_by_position(lambda: source.read_files([tmp_path / 'in.txt']), 2 * 10**7)
+    pieces = holdout.split_by_position(lambda: source.read_files([tmp_path / 'in.txt']), 2 * 10**7)
     writer.write(
         tmp_path, tokenizer.CharTokenizer(sorted(set('never mind the length\n'))), pieces, {}
     )
@@ -608,9 +608,9 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from nanonag.data import writer
+from nanonag.data import encoder, writer
 from data.tinystories.prepare import main
-writer.CHUNK, writer.SAVE_EVERY = 500, 0
+encoder.CHUNK, writer.SAVE_EVERY = 500, 0
 save, append = writer.write_json, writer.Bin.append
 
 def save_once(path, value):

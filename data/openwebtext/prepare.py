@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanonag.cli import run
-from nanonag.data.source import load_hub, read_rows
+from nanonag.data.download import load_hub, read_rows
 from nanonag.data.writer import prepare
 
 NAME = 'Skylion007/openwebtext'

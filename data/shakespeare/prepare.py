@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanonag.cli import run
-from nanonag.data.source import fetch
+from nanonag.data.download import fetch
 from nanonag.data.writer import prepare
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
