@@ -113,8 +113,8 @@ def prepare(
         end_documents = not continuous
         meta = write(out_dir, tokens, pieces, facts, time_stamps(files), num_proc, end_documents)
     for split in SPLITS:
-        n_tokens, digest = meta['tokens'][split], meta['sha256'][split]
-        print(f'{out_dir / split}.bin: {n_tokens:,} tokens, sha256 {digest}')
+        n_tokens = meta['tokens'][split]
+        print(f'{out_dir / split}.bin: {n_tokens:,} tokens, sha256 {meta["sha256"][split]}')
 
 
 def refuse_unused(cfg, options, hub, continuous):
@@ -229,8 +229,8 @@ def write(out_dir, tokens, pieces, facts, stamps=(), num_proc=1, end_documents=T
     dtype = token_dtype(tokens.vocab_size)
     bins = {}
     for split in SPLITS:
-        path, keep = out_dir / f'{split}.bin{PART}', progress['bytes'][split]
-        bins[split] = Bin(path, dtype, tokens.byte_lengths, keep)
+        path = out_dir / f'{split}.bin{PART}'
+        bins[split] = Bin(path, dtype, tokens.byte_lengths, keep=progress['bytes'][split])
     rest = islice(pieces, progress['pieces'], None)
     encoded = encode_stream(tokens, rest, end_documents, num_proc)
     try:
