@@ -1,5 +1,5 @@
-# What the demo runs share: a small model on the source of Python's standard library by character,
-# minutes on a CPU.
+# What the demo runs share: a small model on the source of Python's standard library, character by
+# character; minutes on a CPU.
 dataset = 'pystdlib_char'
 
 n_layer = 4
@@ -8,7 +8,7 @@ n_embd = 128
 block_size = 64
 
 batch_size = 6
-gradient_accumulation_steps = 2  # 12 sequences an update, also for two processes
+gradient_accumulation_steps = 2  # 12 sequences a step, also for two processes
 max_iters = 1000
 eval_interval = 200
 eval_iters = 20

@@ -1,5 +1,5 @@
-# What the OpenWebText runs of the medium size share: 24 layers of width 1024, the small recipe
-# otherwise.
+# What the OpenWebText runs of the medium size share: 24 layers of width 1024, otherwise the
+# recipe of the small size.
 base = 'base_owt_small.py'
 
 n_layer = 24

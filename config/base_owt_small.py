@@ -1,5 +1,4 @@
-# What the OpenWebText runs of the YuriiFormer paper share (small: GPT-2 124M's shape); see
-# owt_*.py.
+# What the small OpenWebText runs of the YuriiFormer paper share (owt_*.py); GPT-2 124M's shape.
 dataset = 'openwebtext'
 
 n_layer = 12

@@ -1,5 +1,5 @@
-# What the TinyStories runs of the YuriiFormer paper share: shorter, and with a higher Muon rate
-# than OpenWebText's.
+# What the TinyStories runs of the YuriiFormer paper share: OpenWebText's recipe, but shorter and
+# with a higher Muon rate.
 base = 'base_owt_small.py'
 
 dataset = 'tinystories'

@@ -1,5 +1,5 @@
-# The baseline of the demo: the plain GPT block. Ours, in no paper; compare with demo_lt_nag on the
-# same batches.
+# The baseline of the demo: the plain GPT block. Ours, in no paper.
+# Compare with demo_lt_nag, which reads the same batches.
 base = 'base_demo.py'
 
 update = 'gd'

@@ -1,5 +1,5 @@
-# The demo of YuriiFormer: Nesterov, Lie-Trotter. Ours, in no paper; expect a lower validation loss
-# than demo_gd's.
+# The demo of YuriiFormer: Nesterov, Lie-Trotter. Ours, in no paper.
+# Expect a lower validation loss than demo_gd's.
 base = 'base_demo.py'
 
 update = 'lt_nag'

@@ -1,5 +1,5 @@
-# Finetune OpenAI's GPT-2 on Shakespeare (GPT-2 tokens) for a few steps, after nanoGPT's example. No
-# figure to match.
+# Finetune OpenAI's GPT-2 on Shakespeare (GPT-2 tokens) for a few steps, after nanoGPT's example.
+# No figure to match.
 init_from = 'gpt2'
 update = 'gd'
 dataset = 'shakespeare'

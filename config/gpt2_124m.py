@@ -1,5 +1,5 @@
-# GPT-2 124M on OpenWebText, all AdamW: nanoGPT's recipe, which ends at a validation loss of about
-# 2.85.
+# GPT-2 124M on OpenWebText, AdamW for everything: nanoGPT's recipe.
+# It ends at a validation loss of about 2.85.
 update = 'gd'
 dataset = 'openwebtext'
 out_dir = 'out/gpt2_124m'

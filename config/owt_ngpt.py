@@ -1,5 +1,5 @@
-# Ours, in no paper: nGPT in the shape of owt_gd (12 layers, d=768), on its batches and for as many
-# steps, with the optimizer of the nGPT paper. No figure to match.
+# Ours, in no paper: nGPT in the shape of owt_gd (12 layers, d=768), on its batches and for as
+# many steps, with the optimizer of the nGPT paper. No figure to match.
 base = 'base_ngpt.py'
 
 n_layer = 12

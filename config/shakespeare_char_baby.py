@@ -1,4 +1,4 @@
-# Shakespeare by character on one GPU: nanoGPT's baby GPT, validation loss about 1.47.
+# Shakespeare, character by character, on one GPU: nanoGPT's baby GPT, validation loss about 1.47.
 base = 'shakespeare_char.py'
 
 out_dir = 'out/shakespeare_char_baby'

@@ -1,5 +1,6 @@
 """The order of the data: every window once an epoch, and only (seed, sequence number) decides which
-comes when."""
+comes when.
+"""
 
 import hashlib
 import itertools
@@ -17,8 +18,7 @@ from nanonag.data.loader import Split, TrainLoader, eval_windows, sequence_windo
 
 
 def make_split(folder, ids, block_size=4, vocab_size=50, dtype='uint16', tokens=None):
-    """A Split of train.bin with these ids; `tokens`: what the meta claims instead of their
-    count."""
+    """A Split of train.bin with these ids; `tokens`: what meta.json claims as their count."""
     folder.mkdir(exist_ok=True)
     np.asarray(ids).astype(np.dtype(dtype).newbyteorder('<')).tofile(folder / 'train.bin')
     meta = {
@@ -39,9 +39,8 @@ def split(tmp_path):
 def batches(split, count, batch_size=2, accum_steps=2, seed=1, **options):
     """The first `count` micro-batches of a loader, as lists of window numbers."""
     found = []
-    for x, y in itertools.islice(
-        TrainLoader(split, batch_size, accum_steps, seed, **options), count
-    ):
+    loader = TrainLoader(split, batch_size, accum_steps, seed, **options)
+    for x, y in itertools.islice(loader, count):
         assert (
             x.shape == y.shape == (batch_size, split.block_size)
             and x.dtype == y.dtype == torch.int64
@@ -112,7 +111,8 @@ def test_seeds_and_epochs_differ():
 
 def test_every_place_of_an_epoch_is_equally_likely():
     """Chi-squared over (place, window) of 40 windows in 1,600 orders: 1521 degrees of freedom, 5
-    deviations."""
+    deviations.
+    """
     counts = np.zeros((40, 40))
     for seed in range(160):
         numbers = np.arange(400)
@@ -142,8 +142,9 @@ def test_an_order_takes_no_memory():
 def test_the_split_into_micro_batches_and_ranks_changes_nothing(
     split, batch_size, accum_steps, world_size
 ):
-    """8 sequences an update, however they are divided: each update holds the same ones, in the same
-    order."""
+    """8 sequences a step, however they are divided: each step holds the same ones, in the same
+    order.
+    """
     local = accum_steps // world_size
     by_rank = [
         batches(split, 6 * local, batch_size, accum_steps, rank=rank, world_size=world_size)
@@ -207,7 +208,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         tmp_path, 'train', {'vocab_size': 5, 'dtype': 'uint16', 'tokens': {'train': tokens}}, 4096
     )
     # mapped, it would be some 200 MB of pages
-    for x, _ in itertools.islice(TrainLoader(split, 16, 1, seed=0), 200):
+    for _ in itertools.islice(TrainLoader(split, 16, 1, seed=0), 200):
         pass
     assert resident() - before < 100e6
 
@@ -222,7 +223,10 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         (lambda path: path.write_bytes(b''), r'train\.bin: 0 bytes.*20 tokens = 40 bytes'),
         (lambda path: os.truncate(path, 39), r'train\.bin: 39 bytes.*20 tokens = 40 bytes'),
         (lambda path: os.truncate(path, 42), r'train\.bin: 42 bytes.*20 tokens = 40 bytes'),
-        (lambda path: path.write_bytes(b'\x32\0' * 20), r'train\.bin: id 50 at token 0.*50 kinds'),
+        (
+            lambda path: path.write_bytes(b'\x32\0' * 20),
+            r'train\.bin: id 50 at token 0.*50 entries',
+        ),
         (
             lambda path: path.write_bytes(b'\0' * 38 + b'\xff\xff'),
             r'train\.bin: id 65535 at token 19',

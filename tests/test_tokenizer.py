@@ -38,8 +38,7 @@ def gpt2():
 
 @pytest.fixture
 def no_package(monkeypatch, tmp_path):
-    """The package with GPT-2's files is there, but holds other files; tiktoken has nothing
-    cached."""
+    """A package with other files than GPT-2's, and nothing in the cache of tiktoken."""
     (tmp_path / 'data').mkdir()
     for name in ('vocab.bpe', 'encoder.json'):
         (tmp_path / 'data' / name).write_text('{}', encoding='utf-8')
@@ -136,7 +135,7 @@ def test_documents_at_once_equal_documents_one_by_one(texts):
 @given(st.lists(st.text(alphabet="ab'st1!. \n\t\r\x1c\u00a0\u2028\u00e9", max_size=8), max_size=12))
 def test_cutting_a_text_does_not_change_its_tokens(blocks):
     gpt2 = tokenizer.from_description({'kind': 'gpt2'})
-    pieces = list(source.cut(blocks))
+    pieces = list(source.cut_document(blocks))
     assert ''.join(text for text, _ in pieces) == ''.join(blocks)
     assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
     assert [i for text, _ in pieces for i in gpt2.encode(text)] == gpt2.encode(''.join(blocks))

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanonag.cli import run
-from nanonag.data.source import load_hub, read_rows
+from nanonag.data.download import load_hub, read_rows
 from nanonag.data.writer import prepare
 
 NAME = 'Skylion007/openwebtext'
@@ -23,10 +23,12 @@ VAL_FRACTION, SEED = 0.0005, 2357  # nanoGPT's
 def download(cfg):
     splits, commit = load_hub(NAME, cfg.revision, cfg.num_proc)
     splits = splits['train'].train_test_split(test_size=VAL_FRACTION, seed=SEED, shuffle=True)
-    return {
+    sources = {
         'train': lambda: read_rows(splits['train']),
         'val': lambda: read_rows(splits['test']),
-    }, {'hub': NAME, 'commit': commit, 'shuffle': {'val_fraction': VAL_FRACTION, 'seed': SEED}}
+    }
+    shuffle = {'val_fraction': VAL_FRACTION, 'seed': SEED}
+    return sources, {'hub': NAME, 'commit': commit, 'shuffle': shuffle}
 
 
 def main(argv):

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanonag.cli import run
-from nanonag.data.source import fetch
+from nanonag.data.download import fetch
 from nanonag.data.writer import prepare
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -18,8 +18,8 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
 def download(cfg):
-    text = fetch(URL, SHA256).decode('ascii')
-    return {'train': lambda: iter([(text, True)])}, {'url': URL, 'url_sha256': SHA256}
+    document = (fetch(URL, SHA256).decode('ascii'), True)
+    return {'train': lambda: iter([document])}, {'url': URL, 'url_sha256': SHA256}
 
 
 def main(argv):

@@ -5,7 +5,8 @@ and an end-of-text token after each story: about 471.6M tokens to train on, 2.37
     [--num_proc N]
 
 The stories of a .txt file are those between lines of <|endoftext|>, as in the data set's own
-TinyStories-*.txt."""
+TinyStories-*.txt.
+"""
 
 import sys
 from pathlib import Path
@@ -13,18 +14,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanonag.cli import run
-from nanonag.data.source import load_hub, read_rows
+from nanonag.data.download import load_hub, read_rows
 from nanonag.data.writer import prepare
 
 NAME = 'roneneldan/TinyStories'
+SEPARATOR = '<|endoftext|>'
+VAL_FRACTION = 0.005  # of --input; the data set has its own validation split
 
 
 def download(cfg):
     splits, commit = load_hub(NAME, cfg.revision, cfg.num_proc)
-    return {
+    sources = {
         'train': lambda: read_rows(splits['train']),
         'val': lambda: read_rows(splits['validation']),
-    }, {'hub': NAME, 'commit': commit}
+    }
+    return sources, {'hub': NAME, 'commit': commit}
 
 
 def main(argv):
@@ -35,8 +39,8 @@ def main(argv):
         download,
         kind='gpt2',
         hub=True,
-        separator='<|endoftext|>',
-        val_fraction=0.005,
+        separator=SEPARATOR,
+        val_fraction=VAL_FRACTION,
     )
 
 

@@ -2,7 +2,8 @@
 nothing else.
 
 Neither the scheme, the number of processes, the split into micro-batches, the evaluation cadence
-nor a resume changes what a run reads, and no permutation is ever stored."""
+nor a resume changes what a run reads, and no permutation is ever stored.
+"""
 
 import hashlib
 import os
@@ -15,8 +16,8 @@ import torch
 from nanonag.cli import UserError
 from nanonag.data.folder import how_to_prepare
 
-# splits of up to that many tokens are checked whole at the start, the ids of longer ones as they
-# are read
+# Splits of up to this many tokens are checked as a whole at the start; of longer ones, only the ids
+# that are read.
 SCAN = 2**26
 
 
@@ -24,53 +25,64 @@ class Split:
     """One bin of a data folder, cut into windows of block_size tokens and their successors.
 
     Reads with pread: a mapped file would grow the resident memory by every page ever touched.
-    Raises UserError for a missing, truncated or too short bin and for ids beyond the vocabulary.
+    `meta` is the content of the folder's meta.json, `name` is 'train' or 'val'. Raises UserError
+    for a missing, damaged or too short bin, and for ids beyond the vocabulary where they are read.
     """
 
     def __init__(self, folder, name, meta, block_size):
         self.path = Path(folder) / f'{name}.bin'
-        self.block_size, self.vocab_size = block_size, meta['vocab_size']
-        self.dtype, self.n_tokens = np.dtype(meta['dtype']).newbyteorder('<'), meta['tokens'][name]
+        self.block_size = block_size
+        self.vocab_size = meta['vocab_size']
+        self.dtype = np.dtype(meta['dtype']).newbyteorder('<')
+        self.n_tokens = meta['tokens'][name]
+        self.n_windows = (self.n_tokens - 1) // block_size
         try:
             self.file = open(self.path, 'rb', buffering=0)
         except OSError as error:
-            raise UserError(
-                f'{self.path}: {error.strerror}; {how_to_prepare(Path(folder))}'
-            ) from None
-        size, expected = os.fstat(self.file.fileno()).st_size, self.n_tokens * self.dtype.itemsize
+            raise self.error(error.strerror) from None
+        self.check_size()
+        if self.n_tokens <= SCAN:
+            self.check_digest(meta['sha256'][name])
+
+    def error(self, problem):
+        """A UserError that names the bin, the problem and the command that prepares the data."""
+        return UserError(f'{self.path}: {problem}; {how_to_prepare(self.path.parent)}')
+
+    def check_size(self):
+        size = os.fstat(self.file.fileno()).st_size
+        expected = self.n_tokens * self.dtype.itemsize
         if size != expected:
-            raise UserError(
-                f'{self.path}: {size} bytes, but meta.json promises {self.n_tokens} tokens = {expected} bytes; '
-                f'the copy is incomplete or of another set; {how_to_prepare(Path(folder))}'
+            raise self.error(
+                f'{size} bytes, but meta.json promises {self.n_tokens} tokens = {expected} bytes; '
+                'the copy is incomplete or of another data set'
             )
-        self.n_windows = (self.n_tokens - 1) // block_size
         if self.n_windows < 1:
             raise UserError(
-                f'{self.path}: {self.n_tokens} tokens, fewer than the block_size + 1 = {block_size + 1} of one '
-                f'window; lower block_size or prepare more text'
+                f'{self.path}: {self.n_tokens} tokens, fewer than the block_size + 1 = '
+                f'{self.block_size + 1} of one window; lower block_size or prepare more text'
             )
-        if self.n_tokens <= SCAN:
-            found = hashlib.sha256(self.read(0, self.n_tokens)).hexdigest()
-            if found != meta['sha256'][name]:
-                raise UserError(
-                    f'{self.path}: sha256 {found[:12]}, but meta.json says {meta["sha256"][name][:12]}: damaged or of '
-                    f'another set; {how_to_prepare(Path(folder))}'
-                )
+
+    def check_digest(self, expected):
+        digest = hashlib.sha256(self.read(0, self.n_tokens)).hexdigest()
+        if digest != expected:
+            raise self.error(
+                f'sha256 {digest[:12]}, but meta.json says {expected[:12]}: '
+                'damaged or of another data set'
+            )
 
     def read(self, start, count):
-        """`count` ids from token `start` on, as an array of the bin's dtype."""
-        data = os.pread(
-            self.file.fileno(), count * self.dtype.itemsize, start * self.dtype.itemsize
-        )
+        """`count` token ids from token `start` on, as an array of the bin's dtype."""
+        itemsize = self.dtype.itemsize
+        data = os.pread(self.file.fileno(), count * itemsize, start * itemsize)
         ids = np.frombuffer(data, dtype=self.dtype)
-        if len(ids) < count or ids.max() >= self.vocab_size:
-            what = (
-                'ends early'
-                if len(ids) < count
-                else f'id {ids.max()} at token {start + ids.argmax()}'
-            )
+        if len(ids) < count:
             raise UserError(
-                f'{self.path}: {what}, beyond its {self.n_tokens} tokens of {self.vocab_size} kinds; prepare it again'
+                f'{self.path}: ends early, before its {self.n_tokens} tokens; prepare it again'
+            )
+        if ids.max() >= self.vocab_size:
+            raise UserError(
+                f'{self.path}: id {ids.max()} at token {start + ids.argmax()}, beyond the '
+                f'vocabulary of {self.vocab_size} entries; prepare it again'
             )
         return ids
 
@@ -78,22 +90,23 @@ class Split:
         """Window numbers (B) -> inputs and targets, (B, T) int64 each."""
         T = self.block_size
         ids = np.stack([self.read(int(i) * T, T + 1) for i in windows]).astype(np.int64)
-        # copied by numpy: in a thread that stays, torch would start OpenMP workers beside those of
-        # training
-        return tuple(
-            torch.from_numpy(np.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:])
-        )
+        # Copied by numpy: in a thread that lives on, torch would start OpenMP workers beside those
+        # of training.
+        inputs = np.ascontiguousarray(ids[:, :-1])
+        targets = np.ascontiguousarray(ids[:, 1:])
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 def shuffled(n, size, key):
-    """The n-th elements (array of ints) of a pseudo-random permutation of range(size) that `key`
-    chooses.
+    """The n-th elements of a pseudo-random permutation of range(size) that `key` chooses.
 
-    A six-round Feistel network permutes the numbers of an even count of bits; those that land
-    outside range(size) walk on until they fall inside (Black and Rogaway, 2002). Nothing is stored,
-    whatever the size."""
-    half = max(1, (int(size - 1).bit_length() + 1) // 2)
-    mask, half = np.uint64((1 << half) - 1), np.uint64(half)
+    n: array of ints below `size`; returns an int64 array of its shape. A six-round Feistel network
+    permutes the numbers of an even count of bits; those that land outside range(size) walk on until
+    they fall inside (Black and Rogaway, 2002). Nothing is stored, whatever the size.
+    """
+    n_bits = max(1, (int(size - 1).bit_length() + 1) // 2)  # of each half of a number
+    half = np.uint64(n_bits)
+    mask = np.uint64((1 << n_bits) - 1)
     n = np.array(n, dtype=np.uint64)
     outside = np.ones(n.shape, dtype=bool)
     while outside.any():
@@ -106,8 +119,10 @@ def shuffled(n, size, key):
 
 
 def mix(x, *keys):
-    """Hashes 64-bit numbers under the keys, splitmix64's finalizer after each (Steele, Lea and
-    Flood, 2014)."""
+    """Hash 64-bit numbers (a uint64 array) under integer keys.
+
+    Applies splitmix64's finalizer after each key (Steele, Lea and Flood, 2014).
+    """
     for key in keys:
         x = x ^ np.uint64((key + 1) * 0x9E3779B97F4A7C15 % 2**64)
         x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -118,13 +133,14 @@ def mix(x, *keys):
 
 def sequence_windows(n, n_windows, seed):
     """Sequence numbers (array) -> window numbers: each epoch visits every window once, in an order
-    of its own."""
+    of its own.
+    """
     n = np.asarray(n, dtype=np.int64)
     windows = np.empty_like(n)
     for epoch in np.unique(n // n_windows):
-        here = n // n_windows == epoch
+        in_epoch = n // n_windows == epoch
         key = int(mix(np.array([seed], dtype=np.uint64), int(epoch))[0])
-        windows[here] = shuffled(n[here] % n_windows, n_windows, key)
+        windows[in_epoch] = shuffled(n[in_epoch] % n_windows, n_windows, key)
     return windows
 
 
@@ -133,39 +149,40 @@ class TrainLoader:
     one ahead.
 
     Micro-batch m of a step (of all accum_steps, over all ranks) holds the sequences (step *
-    accum_steps + m) * batch_size and following; rank r takes every m = r modulo world_size."""
+    accum_steps + m) * batch_size and following; rank r takes every m = r modulo world_size. Yields
+    inputs and targets, (batch_size, block_size) int64 each.
+    """
 
     def __init__(
         self, split, batch_size, accum_steps, seed, step=0, rank=0, world_size=1, device='cpu'
     ):
-        self.split, self.batch_size, self.seed, self.device = (
-            split,
-            batch_size,
-            seed,
-            torch.device(device),
-        )
-        self.next, self.stride = step * accum_steps + rank, world_size
+        self.split = split
+        self.batch_size = batch_size
+        self.seed = seed
+        self.device = torch.device(device)
+        self.next = step * accum_steps + rank
+        self.stride = world_size
 
     def micro_batch(self, m):
-        """The run's m-th micro-batch, counted over all steps and ranks."""
+        """The run's m-th micro-batch, counted over all steps and ranks, in host memory."""
         numbers = m * self.batch_size + np.arange(self.batch_size)
         batch = self.split.batch(sequence_windows(numbers, self.split.n_windows, self.seed))
         return tuple(t.pin_memory() for t in batch) if self.device.type == 'cuda' else batch
 
     def __iter__(self):
+        is_cuda = self.device.type == 'cuda'
         with ThreadPoolExecutor(1) as pool:
             ahead = pool.submit(self.micro_batch, self.next)
             while True:
                 batch = ahead.result()
                 self.next += self.stride
                 ahead = pool.submit(self.micro_batch, self.next)
-                yield tuple(
-                    t.to(self.device, non_blocking=self.device.type == 'cuda') for t in batch
-                )
+                yield tuple(t.to(self.device, non_blocking=is_cuda) for t in batch)
 
 
 def eval_windows(n_windows, count):
     """`count` window numbers spread evenly over a split: the same ones for every run, seed and
-    world size."""
+    world size.
+    """
     count = min(count, n_windows)
     return np.arange(count) * n_windows // count
