@@ -20,18 +20,18 @@ import torch
 
 from nanonag import memory, runtime
 from nanonag.cli import UserError, run
-from nanonag.configurator import at_least, build, parse
+from nanonag.configurator import FilePath, at_least, build, parse
 from nanonag.decoder import Decoder
 from start import load
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    out_dir: str = 'out'  # a run's folder: its best.pt (ckpt.pt if there is none)
+    out_dir: FilePath = 'out'  # a run's folder: its best.pt (ckpt.pt if there is none)
     # resume: from out_dir; gpt2[-medium|-large|-xl]; or a checkpoint file, nanoGPT's too
-    init_from: str = 'resume'
+    init_from: FilePath = 'resume'
     # the data folder whose tokenizer a checkpoint of nanoGPT needs; default GPT-2's
-    dataset: str | None = None
+    dataset: FilePath | None = None
     start: str = '\n'  # the prompt, or FILE:name of a file (UTF-8) that holds it
     num_samples: int = 3  # continuations, generated together
     max_new_tokens: int = 500  # tokens in each
@@ -53,7 +53,7 @@ def prompt(start):
         return start
     try:
         # Windows editors put a byte order mark before the text
-        return Path(start[5:]).read_text(encoding='utf-8-sig')
+        return Path(start[5:]).expanduser().read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'start={start}: cannot be read as UTF-8 text ({error})') from None
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import start
 from nanonag import checkpoint, memory, parallel, runtime
 from nanonag.cli import UserError, run
-from nanonag.configurator import at_least, between, require
+from nanonag.configurator import FilePath, at_least, between, require
 from nanonag.data.loader import TrainLoader
 from nanonag.evaluation import evaluate, in_words
 from nanonag.metrics import Metrics, other_units
@@ -42,11 +42,11 @@ STOPPED = 75  # exit code after a signal, the state saved: EX_TEMPFAIL, "try aga
 class TrainConfig:
     """The run. None stands for a default that depends on the rest; :meth:`resolve` fills it in."""
 
-    out_dir: str = 'out'  # the run's folder: checkpoints and metrics.jsonl
-    dataset: str = 'openwebtext'  # a folder under data/, or a path to any prepared folder
+    out_dir: FilePath = 'out'  # the run's folder: checkpoints and metrics.jsonl
+    dataset: FilePath = 'openwebtext'  # a folder under data/, or a path to any prepared folder
     # scratch, resume, auto (resume if there is a checkpoint), gpt2[-medium|-large|-xl], or a
     # checkpoint file
-    init_from: str = 'scratch'
+    init_from: FilePath = 'scratch'
     overwrite: bool = False  # scratch: delete the run that out_dir holds
     seed: int = 1337  # of the weights, the data order and dropout
     # ---- batch

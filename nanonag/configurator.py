@@ -3,19 +3,24 @@
     python train.py config/owt_lt_nag.py --n_layer=6 --dataset shakespeare_char
 
 Arguments apply from left to right, the last one wins. Values in config files pass the same check as
-those on the command line. A field's annotation is its type: int, float, bool, str, Literal[...] or
-tuple[str, ...] (``a,b`` or ``a b``), each possibly ``| None``. An int takes whole floats (6e5,
-480 / 40), a float takes ints, neither takes True or False.
+those on the command line. A field's annotation is its type: int, float, bool, str, FilePath,
+Literal[...], tuple[str, ...] (``a,b`` or ``a b``) or tuple[FilePath, ...], each possibly
+``| None``. An int takes whole floats (6e5, 480 / 40), a float takes ints, neither takes True or
+False. In a FilePath ``~`` stands for the home folder. A list given twice on the command line is
+the two lists together.
 """
 
 import contextlib
 import dataclasses
 import math
+import os
 import typing
 
 from nanonag.cli import UserError, nearest, note
 from nanonag.config_file import MAX_INT, read_file
 
+FilePath = typing.Annotated[str, 'path']  # of a file or folder
+Paths = tuple[FilePath, ...]
 HUGE = 1e30  # every number option is smaller, so its float32 value and sums of them are finite
 WORDS = {
     int: 'an integer',
@@ -23,7 +28,10 @@ WORDS = {
     bool: 'True or False',
     str: 'text',
     tuple: 'names like a,b',
+    FilePath: 'a path',
+    Paths: 'paths like a,b',
 }
+LISTS = (tuple, Paths)
 
 
 class Options(dict):
@@ -66,7 +74,10 @@ def parse(argv, *classes):
                 raise UserError(
                     f'{where}: unknown option {key!r}{nearest(key, fields)} (--help lists all)'
                 )
-            options[key] = check(value, fields[key], f'{where}: {key}')
+            value = check(value, fields[key], f'{where}: {key}')
+            if typed and key in options.typed and is_list(fields[key]):
+                value = options[key] + value
+            options[key] = value
             if typed:
                 options.typed.add(key)
             else:
@@ -176,6 +187,8 @@ def convert(cls, values, where):
 
 def alternatives(annotation):
     """The types and values that a field takes: Literal['a', 'b'] | None -> ['a', 'b', None]."""
+    if annotation in (FilePath, Paths):
+        return [annotation]
     if typing.get_origin(annotation) is tuple:
         return [tuple]
     if args := typing.get_args(annotation):
@@ -205,9 +218,30 @@ def check(value, allowed, where):
             return value
         if kind is tuple and is_list_of_names(value):
             return value
+        if kind == FilePath and is_text(value):
+            return expanded(value, where)
+        if kind == Paths and is_list_of_names(value):
+            return tuple(expanded(path, where) for path in value)
     raise UserError(
         f'{where} takes {describe(allowed)}, not {value!r:.80}{nearest(str(value), choices)}'
     )
+
+
+def expanded(path, where):
+    """The path with ``~`` replaced by the home folder; UserError for one that cannot exist."""
+    path = os.path.expanduser(path)
+    parts = os.fsencode(path).split(b'/')
+    if max(map(len, parts)) > 255 or sum(map(len, parts)) > 4000:
+        raise UserError(
+            f'{where}: File name too long ({len(path)} characters; a path has up to 4000 bytes, '
+            f'each name in it up to 255): {path:.40}...; choose a shorter one'
+        )
+    return path
+
+
+def is_list(allowed):
+    """Whether a field's alternatives are lists."""
+    return any(kind in LISTS for kind in allowed)
 
 
 def is_number(value):
@@ -249,7 +283,7 @@ def read_option(arg, rest, fields):
     key, equals, text = arg[2:].partition('=')
     allowed = fields.get(key, ())
     texts = [text] if equals else []
-    while rest and not rest[0].startswith('--') and (tuple in allowed or not texts):
+    while rest and not rest[0].startswith('--') and (is_list(allowed) or not texts):
         texts.append(rest.pop(0))
         arg += f' {texts[-1]}'
     if not texts and key in fields and bool not in allowed:
@@ -257,7 +291,20 @@ def read_option(arg, rest, fields):
             f'{arg}: the value is missing; write --{key}=VALUE, where {key} takes '
             f'{describe(allowed)}'
         )
+    if Paths in allowed:
+        return arg, key, split_paths(texts)
     return arg, key, from_text(','.join(texts) if texts else 'True', allowed)
+
+
+def split_paths(texts):
+    """The paths that the values of an option stand for, as a tuple.
+
+    A single value is split at commas unless it names a file or folder that exists; several values
+    are paths as they are.
+    """
+    if len(texts) > 1 or os.path.exists(os.path.expanduser(texts[0])):
+        return tuple(texts)
+    return tuple(texts[0].split(','))
 
 
 def from_text(text, allowed):
@@ -266,7 +313,7 @@ def from_text(text, allowed):
         return tuple(text.split(','))
     if text == 'None' and None in allowed:
         return None
-    if str in allowed or text == 'None':
+    if str in allowed or FilePath in allowed or text == 'None':
         return text
     for number in (int, float):
         with contextlib.suppress(ValueError):

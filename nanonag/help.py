@@ -53,7 +53,7 @@ def table_of_options(source, name):
 
 def kind_of(annotation):
     """A field's annotation as shown to users: Literal['a', 'b'] | None -> a|b|None."""
-    text = ast.unparse(annotation).replace(' | ', '|')
+    text = ast.unparse(annotation).replace(' | ', '|').replace('FilePath', 'path')
     return re.sub(
         r'Literal\[(.*?)\]', lambda m: re.sub(r"'|( )", '', m[1].replace(', ', '|')), text
     )
