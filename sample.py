@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from nanonag import memory, runtime
-from nanonag.cli import UserError, run
+from nanonag.cli import UserError, run, stay_single
 from nanonag.configurator import FilePath, at_least, build, parse
 from nanonag.decoder import Decoder
 from start import load
@@ -59,6 +59,7 @@ def prompt(start):
 
 
 def main(argv):
+    stay_single('sample.py')
     cfg = build(SampleConfig, parse(argv, SampleConfig))
     text = prompt(cfg.start)
     with memory.memory_for('lower --num_samples, or sample from a smaller model'):

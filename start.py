@@ -194,7 +194,7 @@ def drop_unused_by_scheme(given):
 
 def drop_unused_by_launch(options, typed):
     """The options without those that only matter to several processes, if there is one."""
-    if 'RANK' in os.environ:
+    if world()[1] > 1:
         return options
     typed = set() if options.eval_only else typed - {'backend'}
     names = ('zero', 'parallel', 'save_sharded', 'backend')

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import start
 from nanonag import checkpoint, memory, parallel, runtime
-from nanonag.cli import UserError, run
+from nanonag.cli import UserError, run, warn_of_other_launchers
 from nanonag.configurator import FilePath, at_least, between, require
 from nanonag.data.loader import TrainLoader
 from nanonag.evaluation import evaluate, in_words
@@ -191,6 +191,7 @@ def train_step(model, trained, optimizer, scaler, batches, micro_steps, grad_cli
 
 
 def main(argv):
+    warn_of_other_launchers()
     plan = start.plan(argv, TrainConfig)  # what a user can get wrong is found here
     if plan is None:  # --dry_run
         return

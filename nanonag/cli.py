@@ -130,16 +130,46 @@ def nearest(name, names):
 
 
 def world():
-    """(rank, number of processes) as torchrun sets them; (0, 1) without torchrun.
+    """(rank, number of processes) as torchrun sets them; (0, 1) for one process.
 
-    Raises UserError if RANK is set without the other variables.
+    Raises UserError if only some of torchrun's variables are set, or if they contradict each other.
     """
-    if 'RANK' not in os.environ:
+    if 'RANK' not in os.environ or os.environ.get('WORLD_SIZE') == '1':
         return 0, 1
     try:
-        return int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
+        rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
+        if not 0 <= rank < size:
+            raise ValueError(f'RANK={rank}, WORLD_SIZE={size}')
+        for name in ('MASTER_ADDR', 'MASTER_PORT'):
+            os.environ[name]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f'RANK is set, but not all that torchrun sets with it ({error}); start with torchrun, '
-            f'or unset RANK'
+            f'RANK is set, but not all that torchrun sets with it ({error}): RANK, WORLD_SIZE, '
+            f'LOCAL_RANK, MASTER_ADDR and MASTER_PORT; start with torchrun, or unset RANK'
         ) from None
+    return rank, size
+
+
+def warn_of_other_launchers():
+    """Warns if srun or mpirun started several copies of this program, which train separately."""
+    if 'RANK' in os.environ:
+        return
+    for name in ('SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'):
+        size = os.environ.get(name, '')
+        if size.isdigit() and int(size) > 1:
+            warn(
+                f'{name}={size}, but this process trains alone; for one run on all of them let '
+                f'each task start torchrun (docs/training.md)'
+            )
+            return
+
+
+def stay_single(script):
+    """Ignores what a cluster has set for torchrun, in a script that works in one process.
+
+    Raises UserError if torchrun itself started several of it.
+    """
+    if 'TORCHELASTIC_RUN_ID' in os.environ and os.environ.get('WORLD_SIZE', '1') != '1':
+        raise UserError(f'{script} works in one process: run it with python, not with torchrun')
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT'):
+        os.environ.pop(name, None)

@@ -126,7 +126,7 @@ def start(device='auto', dtype='auto', backend='auto'):
         UserError: for a device or a precision that this machine lacks.
     """
     rank, world_size = world()
-    place = find_device(device, rank)
+    place = find_device(device, rank, world_size)
     if place.type == 'cuda':
         torch.cuda.set_device(place)
     elif place.type == 'cpu':
@@ -137,7 +137,7 @@ def start(device='auto', dtype='auto', backend='auto'):
         raise UserError(
             'dtype=float16: no gain on a CPU and easily out of range; use bfloat16 or float32'
         )
-    if 'RANK' in os.environ and not dist.is_initialized():
+    if world_size > 1 and not dist.is_initialized():
         if backend == 'auto':
             backend = 'nccl' if place.type == 'cuda' else 'gloo'
         if backend == 'nccl' and place.type != 'cuda':
@@ -155,7 +155,7 @@ def start(device='auto', dtype='auto', backend='auto'):
     return Runtime(place, DTYPES[dtype], rank, world_size)
 
 
-def find_device(name, rank):
+def find_device(name, rank, world_size):
     """The torch.device of an option; under torchrun each local rank has a GPU of its own."""
     if name == 'auto':
         name = 'mps' if torch.backends.mps.is_available() else 'cpu'
@@ -164,7 +164,7 @@ def find_device(name, rank):
         device = torch.device(name)
         if device.type == 'cuda':
             local_rank = int(os.environ.get('LOCAL_RANK', rank))
-            index = local_rank if 'RANK' in os.environ else device.index or 0
+            index = local_rank if world_size > 1 else device.index or 0
             device = torch.device('cuda', index)
         if device.type not in ('cuda', 'mps', 'cpu', 'xpu'):
             raise RuntimeError('not a device to train on')
