@@ -131,11 +131,9 @@ def assert_batching_changes_nothing(model, batch_size):
     )
     for answer, text in zip(ask(together.loglikelihood_rolling, *texts), texts):
         assert abs(answer - ask(alone.loglikelihood_rolling, text)[0]) < 1e-10
-    prompts = [
-        (one + two, {'until': ['a', 'd'], 'max_gen_toks': 12})
-        for one in 'cf'
-        for two in ALPHABET[::3]
-    ]
+    options = {'until': ['a', 'd'], 'max_gen_toks': 12}
+    prompts = [(one + two, options) for one in 'cf' for two in ALPHABET[::3]]
+    prompts += [('cfa', options), ('ce', {'until': ['b'], 'max_gen_toks': 5})]
     assert ask(together.generate_until, *prompts) == [
         ask(alone.generate_until, prompt)[0] for prompt in prompts
     ]
