@@ -1,16 +1,16 @@
-"""Compares how fast and how large update schemes are, side by side, at any size, on a CPU, a GPU
-or a Mac.
+"""Compares the speed and the memory of update schemes side by side, on a CPU, a GPU or a Mac.
 
-    python bench.py                                       gd, lt_nag and ngpt, small: a minute or two on a laptop
-    python bench.py --schemes gd lt_nag gd:pos=rope:mlp=swiglu --n_layer=12 --n_embd=768 --block_size=1024 --batch_size=1
-    python bench.py --schemes gd lt_nag lt_nag:velocity_init=zero --peer=hf --json=results/bench.json
-    python bench.py --suite=cpu --json=results/bench_cpu.json      what README's table tells, some 20 minutes on two cores
-    python bench.py --table=results/bench_cpu.json                 that table, from the file
+    python bench.py                                   # gd, lt_nag and ngpt, small: a minute or two
+    python bench.py --schemes gd lt_nag gd:pos=rope:mlp=swiglu --n_layer=12 --batch_size=1
+    python bench.py --schemes gd lt_nag --peer=hf --json=results/bench.json
+    python bench.py --suite=cpu --json=results/bench_cpu.json    # README's table, some 20 minutes
+    python bench.py --table=results/bench_cpu.json               # that table, from the file
 
-A scheme may carry model options of its own after colons; all other options go for all. Without any
-of n_layer, n_head, n_embd and block_size the model is small; with one of them, those not given are
-GPTConfig's. The schemes take turns, in an order that rotates from round to round, so that a slow
-spell of the machine hits all of them; each is compared with the first one listed, round by round.
+A scheme may carry model options of its own after colons; all other options hold for all schemes.
+Without any of n_layer, n_head, n_embd and block_size the model is small; with one of them, those
+not given are GPTConfig's defaults. The schemes take turns, in an order that rotates from round to
+round, so that a slow spell of the machine hits all of them; each is compared with the first one
+listed, round by round.
 """
 
 if __name__ == '__main__':
@@ -19,13 +19,10 @@ if __name__ == '__main__':
     # before torch is imported: instant
     show_help(__doc__, 'bench.py:BenchConfig', 'model.py:GPTConfig')
 
-import contextlib
+import functools
 import itertools
-import json
-import sys
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,56 +30,29 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanonag import memory, runtime
-from nanonag.benchmark.peers import PEER_HAS, PEERS, Apart, HuggingFace, random_tokens
-from nanonag.benchmark.tables import markdown, speed_table
-from nanonag.benchmark.timing import WARMUP, operations, peak_bytes, race, results
+from nanonag.benchmark import peers
+from nanonag.benchmark.contender import Contender, closing_all, flops_per_token, records_of
+from nanonag.benchmark.options import FOR_WORKLOADS, check_effect, check_lengths, check_suite
+from nanonag.benchmark.tables import heading, markdown, report_text
+from nanonag.benchmark.timing import WARMUP, peak_bytes, time_generation, time_training
+from nanonag.benchmark.workloads import read_suite
 from nanonag.cli import UserError, run
 from nanonag.configurator import at_least, build, parse
 from nanonag.decoder import Decoder
 from nanonag.optim import configure_optimizer
-from nanonag.report import check_json, facts
+from nanonag.report import check_json, result_facts, write_json
 from nanonag.workers import worker_pool
 from train import TrainConfig, train_step
 
 SMALL = {'n_layer': 6, 'n_head': 6, 'n_embd': 192, 'block_size': 128}
-FAIR = ':pos=rope:mlp=swiglu:tie_weights=False'  # gd with what nGPT has besides its update
-BIG = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024'
-SUITES = {
-    name: {  # title: options; time is compared with the first scheme's
-        'peak memory, 124M, 8 x 1024': f'{BIG} --schemes gd lt_nag --what=memory --batch_size=8 --peer=hf',
-        'training, 6 layers, d=384, 64 x 256 characters': '--schemes gd --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 '
-        f'--batch_size=64 --what=train --memory=False --peer={peers}',
-        f'training, 124M, {size} x 1024': f'{BIG} --schemes gd --what=train --batch_size={size} --memory=False --peer={peers}',
-        f'training, 124M, {size} x 1024, momentum': f'{BIG} --schemes gd lt_nag polyak lt_tmm --what=train --batch_size={size} --memory=False',
-        f'training, 124M, {size} x 1024, momentum without a velocity table': f'{BIG} --schemes gd lt_nag:velocity_init=zero --what=train '
-        f'--batch_size={size} --memory=False',
-        f'training, 124M, {size} x 1024, Euler': f'{BIG} --schemes euler_gd euler_nag euler_polyak --what=train --batch_size={size} --memory=False',
-        f'training, 124M, {size} x 1024, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=train --batch_size={size} --memory=False',
-        'generation, 124M, one text, float32': f'{BIG} --schemes gd lt_nag lt_tmm euler_nag --what=generate --max_new_tokens=200 '
-        f'--dtype=float32 --peer=hf',
-        'generation, 124M, one text, float32, nGPT': f'{BIG} --schemes gd{FAIR} ngpt ngpt_nag --what=generate --max_new_tokens=200 '
-        f'--dtype=float32',
-        'generation, 124M, one text, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200',
-        'generation, 124M, eight texts, float32': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8 '
-        f'--dtype=float32',
-        'generation, 124M, eight texts, bfloat16': f'{BIG} --schemes gd lt_nag --what=generate --max_new_tokens=200 --gen_batch=8',
-    }
-    for name, size, peers in (('cpu', 1, 'hf,hf_tuned'), ('cuda', 16, 'hf'))
-}
-ONLY_FOR = {  # options: the stages that they matter to
-    ('steps', 'memory'): {'train'},
-    ('batch_size', 'gradient_accumulation_steps', 'optimizer'): {'train', 'memory'},
-    ('rounds',): {'train', 'generate'},
-    ('gen_batch', 'prompt_tokens', 'max_new_tokens'): {'generate'},
-}
-SUITE_OPTIONS = {'suite', 'json', 'device', 'rounds', 'seed'}
+STAGES = ('train', 'generate', 'memory')
 
 
 @dataclass(frozen=True)
 class BenchConfig:
     """What is measured."""
 
-    # NAME or NAME:option=value:...; the first is the measure
+    # NAME or NAME:option=value:...; the others are compared with the first
     schemes: tuple[str, ...] = ('gd', 'lt_nag', 'ngpt')
     # hf: also transformers' GPT-2 of that size, float32, plain AdamW; hf_tuned: with our setting
     # of the C library's allocator
@@ -96,12 +66,12 @@ class BenchConfig:
     batch_size: int = 4  # sequences of block_size tokens in a micro-batch
     # micro-batches in a training step; the optimizer's work is per step
     gradient_accumulation_steps: int = 1
-    # muon's work is per update: beside one micro-batch it looks too big
+    # muon's work is per step: with a single micro-batch its share looks too big
     optimizer: Literal['adamw', 'muon'] = 'adamw'
     gen_batch: int = 1  # sequences generated at once
-    prompt_tokens: int = 32  # that they start from
-    max_new_tokens: int = 64  # that they go on for, sampled, with the KV cache
-    memory: bool = True  # also the peak in training, by a process of its own for each scheme
+    prompt_tokens: int = 32  # tokens in each prompt
+    max_new_tokens: int = 64  # tokens generated after it, sampled, with the KV cache
+    memory: bool = True  # also the peak in training, in a process of its own for each scheme
     profile: bool = False  # also the costliest operations of one training step of each scheme
     json: str | None = None  # file for every raw number, the options and the machine
     seed: int = 1337  # of the weights and the random tokens
@@ -111,343 +81,228 @@ class BenchConfig:
     compile: Literal['auto', 'True', 'False'] = 'auto'  # auto: on CUDA
 
     def __post_init__(self):
-        at_least(
-            self,
-            rounds=1,
-            steps=1,
-            batch_size=1,
-            gradient_accumulation_steps=1,
-            gen_batch=1,
-            prompt_tokens=1,
-            max_new_tokens=1,
-            seed=0,
-        )
-        if unknown := [name for name in self.what if name not in ('train', 'generate', 'memory')]:
-            raise UserError(
-                f'what={unknown[0]}: choose among train, generate, memory: --what=train,generate'
-            )
-        if unknown := [name for name in self.peer if name not in PEERS]:
-            raise UserError(f'peer={unknown[0]}: choose among {", ".join(PEERS)}')
+        at_least(self, rounds=1, steps=1, batch_size=1, gradient_accumulation_steps=1, gen_batch=1)
+        at_least(self, prompt_tokens=1, max_new_tokens=1, seed=0)
+        for stage in self.what:
+            if stage not in STAGES:
+                raise UserError(
+                    f'what={stage}: choose among {", ".join(STAGES)}: --what=train,generate'
+                )
+        for peer in self.peer:
+            if peer not in peers.PEERS:
+                raise UserError(f'peer={peer}: choose among {", ".join(peers.PEERS)}')
         if self.profile and 'train' not in self.what:
             raise UserError('profile=True looks at a training step; add train to --what')
 
+    @property
+    def trains(self):
+        """Whether contenders take training steps."""
+        return 'train' in self.what or 'memory' in self.what
 
-def scheme_config(text, given):
-    """The GPTConfig of an entry of `schemes`, 'gd' or 'gd:pos=rope:mlp=swiglu'; `given` are the
-    options for all."""
+    @property
+    def measures_memory(self):
+        """Whether the peak memory of training is measured."""
+        return 'memory' in self.what or ('train' in self.what and self.memory)
+
+
+# -----------------------------------------------------------------------------
+# options
+
+
+def scheme_config(text, shared):
+    """Returns the GPTConfig of an entry of `schemes`, 'gd' or 'gd:pos=rope:mlp=swiglu'.
+
+    `shared` are the model options of all schemes. Raises UserError for options that do not exist,
+    that do not fit the scheme, or that must be the same for all.
+    """
     name, *options = text.split(':')
     try:
         own = parse([f'--{option}' for option in options], GPTConfig)
-        if shared := {'update', 'block_size', 'vocab_size'} & own.keys():
-            raise UserError(
-                f'{min(shared)} cannot stand here: the scheme comes first, and all get the same tokens'
-            )
-        return GPTConfig(**{**given, **own, 'update': name})
+        for key in ('block_size', 'update', 'vocab_size'):
+            if key in own:
+                raise UserError(
+                    f'{key} cannot stand here: the scheme comes first, and all schemes get the '
+                    'same tokens'
+                )
+        return GPTConfig(**{**shared, **own, 'update': name})
     except UserError as error:
         raise UserError(f'schemes: {text}: {error}') from None
 
 
-def flops_per_token(model):
-    """Operations of one training step per token: 6 for each weight of a matrix (2 forward, 4
-    backward), and attention's products with every key, causal or not (PaLM, arXiv 2204.02311,
-    appendix B). Tables are looked up, not multiplied."""
-    cfg = model.cfg
-    weights = sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
-    )
-    return 6 * weights + 12 * cfg.n_layer * cfg.n_embd * cfg.block_size
+def entries_of(given, cfg):
+    """Returns what is compared, a list of (name, GPTConfig): the schemes, then the peers.
+
+    A peer's GPTConfig stands for its sizes. Raises UserError for options that do not fit.
+    """
+    if 'update' in given:
+        update = given['update']
+        raise UserError(
+            f'update={update}: bench.py compares several schemes; write --schemes {update} ...'
+        )
+    shared = {key: given[key] for key in given if key in GPTConfig.__dataclass_fields__}
+    if not SMALL.keys() & shared.keys():
+        shared = SMALL | shared
+    entries = [(text, scheme_config(text, shared)) for text in cfg.schemes]
+    peers.check_options(cfg.peer, shared)
+    sizes = {key: shared[key] for key in peers.SIZES if key in shared}
+    entries += [(peers.PEERS[peer], GPTConfig(update='gd', **sizes)) for peer in cfg.peer]
+    check_lengths(entries, cfg)
+    return entries
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# contenders: what can take a training step and generate
+# -----------------------------------------------------------------------------
+# contenders
 
 
-class Scheme:
-    """One of our schemes, trained as train.py does: forward, backward, clip, optimizer."""
+class Scheme(Contender):
+    """One of our schemes, trained as train.py does: forward, backward, clipping, optimizer."""
 
     def __init__(self, name, gpt_cfg, cfg, rt):
-        self.name, self.cfg, self.rt, self.gpt_cfg = name, cfg, rt, gpt_cfg
+        super().__init__(name, gpt_cfg, cfg, rt)
+        self.gpt_cfg = gpt_cfg
         torch.manual_seed(cfg.seed)
         self.model = GPT(gpt_cfg).to(rt.device)
-        self.params, self.flops = self.model.num_params(), flops_per_token(self.model)
-        self.tokens, self.prompt = random_tokens(gpt_cfg, cfg, rt)
-        self.optimizer = self.decoder = None
-        if {'train', 'memory'} & set(cfg.what):
+        self.params = self.model.num_params()
+        self.flops_per_token = flops_per_token(self.model)
+        self.decoder = None
+        if cfg.trains:
             runtime.compile_model(self.model, cfg.compile, rt)
-            train_cfg = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size).resolve(
-                gpt_cfg.normalized
-            )
-            self.optimizer, self.grad_clip = (
-                configure_optimizer(self.model, train_cfg, rt.dtype),
-                train_cfg.grad_clip,
-            )
+            options = TrainConfig(optimizer=cfg.optimizer, batch_size=cfg.batch_size)
+            options = options.resolve(gpt_cfg.normalized)
+            self.grad_clip = options.grad_clip
+            self.optimizer = configure_optimizer(self.model, options, rt.dtype)
             self.scaler = torch.amp.GradScaler(rt.device.type, enabled=rt.dtype == torch.float16)
 
     def step(self):
-        batch = self.tokens[:, :-1], self.tokens[:, 1:]
+        batches = itertools.repeat((self.tokens[:, :-1], self.tokens[:, 1:]))
+        micro_steps = self.cfg.gradient_accumulation_steps
+        model = self.model
         train_step(
-            self.model,
-            self.model,
-            self.optimizer,
-            self.scaler,
-            itertools.repeat(batch),
-            self.cfg.gradient_accumulation_steps,
-            self.grad_clip,
-            self.rt,
+            model, model, self.optimizer, self.scaler, batches, micro_steps, self.grad_clip, self.rt
         )
 
     def generate(self):
-        if self.decoder is None:  # no more training
+        """Contender.generate; the model cannot be trained any more afterwards."""
+        if self.decoder is None:
             self.optimizer = None
-            self.decoder = Decoder(
-                self.model,
-                self.rt.dtype,
-                self.cfg.gen_batch,
-                runtime.to_compile(self.cfg.compile, self.rt, decoding=True),
-            )
+            compiled = runtime.to_compile(self.cfg.compile, self.rt, decoding=True)
+            self.decoder = Decoder(self.model, self.rt.dtype, self.cfg.gen_batch, compiled)
         with self.rt.autocast():
             return self.decoder.generate(self.prompt, self.cfg.max_new_tokens)
 
 
 def contender(name, gpt_cfg, cfg, rt):
-    kind = (
-        Scheme if name not in PEERS.values() else Apart if rt.device.type == 'cpu' else HuggingFace
-    )
+    """Returns the contender of an entry."""
+    kind = peers.start if name in peers.PEERS.values() else Scheme
     return kind(name, gpt_cfg, cfg, rt)
 
 
-# -----------------------------------------------------------------------------------------------------------------
+def lone_contender(name, gpt_cfg, cfg):
+    """Returns the contender of an entry as the only one in this process, which is a fresh one."""
+    rt = runtime.start(cfg.device, cfg.dtype)
+    kind = peers.start_alone if name in peers.PEERS.values() else Scheme
+    return kind(name, gpt_cfg, cfg, rt)
+
+
+# -----------------------------------------------------------------------------
 # measurements
 
 
-def peak_bytes_here(name, gpt_cfg, cfg):
-    """This process' peak memory after WARMUP training steps: on CUDA that of tensors there, else
-    resident."""
+def measure(entries, cfg, rt):
+    """Takes all measurements that cfg asks for of the entries (name, GPTConfig).
+
+    Returns (records, profiles): a dict for JSON for each entry, and texts if cfg.profile.
+    """
+    measures_memory = cfg.measures_memory and rt.device.type != 'mps'  # Metal keeps no peak
+    n_timed = len({'train', 'generate'} & set(cfg.what))
+    turns = n_timed * (WARMUP + cfg.rounds) + int(measures_memory)
+    peaks = [None] * len(entries)
+    timed = {}
+    profiles = []
+    with tqdm(total=turns * len(entries), disable=None, leave=False) as bar:
+
+        def on_turn(stage, name):
+            bar.set_description(f'{stage} {name}')
+            bar.update()
+
+        if measures_memory:  # first, while no other model is loaded
+            peaks = [measure_memory(name, gpt_cfg, cfg, on_turn) for name, gpt_cfg in entries]
+        created = (contender(name, gpt_cfg, cfg, rt) for name, gpt_cfg in entries)
+        with closing_all(created) as contenders:
+            if 'train' in cfg.what:
+                timed['train'] = time_training(contenders, cfg, rt, on_turn)
+            if cfg.profile:
+                profiles = [contender.profile() for contender in contenders]
+            if 'generate' in cfg.what:
+                timed['generate'] = time_generation(contenders, cfg, rt, on_turn)
+            return records_of(contenders, peaks, timed), profiles
+
+
+def measure_memory(name, gpt_cfg, cfg, on_turn):
+    """Returns the peak memory of training an entry, in bytes, None if it cannot be measured."""
+    on_turn('memory', name)
+    return peak_bytes(name, functools.partial(lone_contender, name, gpt_cfg, cfg))
+
+
+def compare(given):
+    """Measures what the options ask for and prints the tables.
+
+    Returns the facts and every number, a dict for JSON. Raises UserError for options that
+    contradict each other, and if memory does not suffice.
+    """
+    cfg = build(BenchConfig, given)
+    check_effect(given, cfg)
+    entries = entries_of(given, cfg)
     rt = runtime.start(cfg.device, cfg.dtype)
-    if name == PEERS['hf'] and rt.device.type == 'cpu':
-        memory.keep_freed_memory(False)  # as its user would have it
-    one = (HuggingFace if name in PEERS.values() else Scheme)(name, gpt_cfg, cfg, rt)
-    for _ in range(WARMUP):
-        one.step()
-    if rt.device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(rt.device)
-    # Linux, whose getrusage counts the parent's in
-    with contextlib.suppress(OSError), open('/proc/self/status', encoding='utf-8') as file:
-        for line in file:
-            if line.startswith('VmHWM:'):
-                return int(line.split()[1]) * 1024
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == 'darwin' else 1024
-    )
+    peers.check_device(cfg.peer, rt.device)
+    if rt.distributed:
+        raise UserError('bench.py measures one process: run it with python, not with torchrun')
+    torch._dynamo.config.recompile_limit = 1000  # all models run through the same code
+    facts = result_facts(cfg, rt, ['transformers'] if cfg.peer else [])
+    print(heading(rt))
+    remedy = f'lower --batch_size, or compare fewer --schemes: all stay loaded on {rt.device}'
+    with memory.memory_for(remedy):
+        try:
+            records, profiles = measure(entries, cfg, rt)
+        except BrokenProcessPool:
+            raise UserError(f"a peer's process was killed, perhaps for memory; {remedy}") from None
+    print(report_text(records, profiles, cfg, rt))
+    return facts | {'results': records}
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# output
+def run_suite(workloads, given, path):
+    """Measures the workloads (title, options) one after the other, each in a fresh process.
+
+    Memory that one workload has fragmented would slow the next. `given` are the options for all;
+    `path`, a JSON file or None, is written after each workload: an error in the next one leaves it.
+    """
+    suite = []
+    common = {key: given[key] for key in FOR_WORKLOADS if key in given}
+    for title, options in workloads:
+        print(f'\n==== {title}: {options}', flush=True)
+        workload = parse(options.split(), GPTConfig, BenchConfig) | common
+        if workload.get('what') == ('memory',):
+            workload.pop('rounds', None)  # there are none
+        with worker_pool(1) as pool:
+            numbers = pool.submit(compare, workload).result()
+        suite.append({'title': title, **numbers})
+        write_json(path, {'suite': suite})
 
 
 def main(argv):
     given = parse(argv, GPTConfig, BenchConfig)
     cfg = build(BenchConfig, given)
     if cfg.table is not None:
-        return print(markdown(cfg.table))
-    if cfg.json is not None:
-        check_json(Path(cfg.json))
+        print(markdown(cfg.table))
+        return
+    check_json(cfg.json)
     if cfg.suite is None:
-        found = compare(given)
-        keep(found, cfg.json)
+        write_json(cfg.json, compare(given))
     else:
-        if idle := sorted(given.keys() - SUITE_OPTIONS):
-            raise UserError(
-                f'{idle[0]}={given[idle[0]]}: suite={cfg.suite} has its own; with it go {", ".join(sorted(SUITE_OPTIONS))}'
-            )
-        common = [f'--{key}={given[key]}' for key in given.keys() & {'device', 'rounds', 'seed'}]
-        found = {'suite': []}
-        for title, options in SUITES[cfg.suite].items():
-            print(f'\n==== {title}: {options}', flush=True)
-            shared = [
-                option
-                for option in common
-                if '--what=memory' not in options or '--rounds' not in option
-            ]
-            # a process of its own: memory that one workload broke up slows the next
-            with worker_pool(1) as pool:
-                options = parse([*options.split(), *shared], GPTConfig, BenchConfig)
-                found['suite'].append({'title': title} | pool.submit(compare, options).result())
-            keep(found, cfg.json)  # what was measured, should the next one fail
+        check_suite(given)
+        run_suite(read_suite(cfg.suite), given, cfg.json)
     if cfg.json is not None:
         print(f'\nevery number: {cfg.json}')
-
-
-def keep(found, path):
-    if path is not None:
-        Path(path).write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
-
-
-def compare(given):
-    """Measures what the checked options ask for -> the facts and every number, as a dict for
-    JSON."""
-    if 'update' in given:
-        raise UserError(
-            f'update={given["update"]}: bench.py compares several; write --schemes {given["update"]} ...'
-        )
-    cfg = build(BenchConfig, given)
-    gpt_given = {
-        key: value for key, value in given.items() if key in GPTConfig.__dataclass_fields__
-    }
-    gpt_given = gpt_given if SMALL.keys() & gpt_given else SMALL | gpt_given
-    entries = [(text, scheme_config(text, gpt_given)) for text in cfg.schemes]
-    for options, stages in ONLY_FOR.items():
-        if idle := [name for name in options if name in given and not stages & set(cfg.what)]:
-            raise UserError(
-                f'no effect with what={",".join(cfg.what)}: {", ".join(f"{name}={given[name]}" for name in idle)}; leave out'
-            )
-    if cfg.peer:
-        if unlike := [
-            name for name, value in PEER_HAS.items() if gpt_given.get(name) not in (None, value)
-        ]:
-            raise UserError(
-                f"peer={cfg.peer[0]}: transformers' GPT-2 is always {unlike[0]}={PEER_HAS[unlike[0]]}; leave {unlike[0]} out, or give it "
-                f'to a scheme of ours, as in --schemes gd gd:{unlike[0]}={gpt_given[unlike[0]]}'
-            )
-        try:
-            import transformers
-        except ImportError:
-            raise UserError('peer needs transformers: pip install transformers') from None
-        sizes = ('n_layer', 'n_head', 'n_embd', 'vocab_size', 'block_size', 'dropout')
-        entries += [
-            (
-                PEERS[peer],
-                GPTConfig(
-                    update='gd', **{key: gpt_given[key] for key in sizes if key in gpt_given}
-                ),
-            )
-            for peer in cfg.peer
-        ]
-    for name, gpt_cfg in entries:
-        if 'generate' in cfg.what and cfg.prompt_tokens + cfg.max_new_tokens > gpt_cfg.block_size:
-            raise UserError(
-                f'prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} do not fit block_size='
-                f'{gpt_cfg.block_size} of {name}; lower them, or leave generation out with --what=train'
-            )
-    rt = runtime.start(cfg.device, cfg.dtype)
-    if 'hf_tuned' in cfg.peer and rt.device.type != 'cpu':
-        raise UserError(
-            f'peer=hf_tuned: the allocator of main memory does nothing for device={rt.device.type}; use peer=hf'
-        )
-    if rt.distributed:
-        raise UserError('bench.py measures one process: run it with python, not with torchrun')
-    less = (
-        f'lower --batch_size, or compare fewer --schemes at a time: all stay loaded on {rt.device}'
-    )
-    with memory.memory_for(less):
-        try:
-            return measure(entries, cfg, rt)
-        except BrokenProcessPool:
-            raise UserError(
-                f'the process of a peer was killed, perhaps for memory; {less}'
-            ) from None
-
-
-def measure(entries, cfg, rt):
-    """All that cfg asks for, of the entries (name, GPTConfig): prints the tables and returns every
-    number."""
-    about = facts(cfg, rt, *['transformers'] * bool(cfg.peer))
-    print(
-        f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
-        f'{about["dtype"]}'
-    )
-    # Metal keeps no peak
-    memory = (
-        cfg.memory and 'train' in cfg.what or 'memory' in cfg.what
-    ) and rt.device.type != 'mps'
-    block_size, sequences = (
-        entries[0][1].block_size,
-        cfg.batch_size * cfg.gradient_accumulation_steps,
-    )
-    with (
-        tqdm(
-            total=len(entries)
-            * (memory + (WARMUP + cfg.rounds) * len({'train', 'generate'} & set(cfg.what))),
-            disable=None,
-            leave=False,
-        ) as bar,
-        contextlib.ExitStack() as ends,
-    ):
-
-        def tick(stage):
-            return lambda name: (bar.set_description(f'{stage} {name}'), bar.update())
-
-        peaks = [None] * len(entries)
-        # first, while no other model is there to compete with
-        for i, entry in enumerate(entries if memory else ()):
-            tick('memory')(entry[0])
-            peaks[i] = peak_bytes(peak_bytes_here, *entry, cfg)
-        # each scheme's model runs through the same code
-        torch._dynamo.config.recompile_limit = 1000
-        contenders = []
-        for entry in entries:
-            contenders.append(contender(*entry, cfg, rt))
-            # a worker of a suite would wait for it at its own end
-            if isinstance(contenders[-1], Apart):
-                ends.callback(contenders[-1].pool.shutdown)
-        records = [
-            {
-                'scheme': one.name,
-                'parameters': one.params,
-                'peak_memory_bytes': peak,
-                'flops_per_token': one.flops,
-                'gpt_config': one.gpt_cfg and asdict(one.gpt_cfg),
-            }
-            for one, peak in zip(contenders, peaks)
-        ]
-        if 'train' in cfg.what:
-
-            def steps(one):
-                for _ in range(cfg.steps):
-                    one.step()
-
-            seconds = race(contenders, steps, cfg.rounds, rt, tick('train'))
-            peak_flops = rt.peak_flops() if rt.dtype != torch.float32 else None  # it is bfloat16's
-            for record, result in zip(
-                records, results(seconds, cfg.steps, cfg.steps * sequences * block_size)
-            ):
-                known = peak_flops and record['flops_per_token']
-                record['train'] = result | {
-                    'mfu': known and record['flops_per_token'] * result['tokens_per_s'] / peak_flops
-                }
-        profiles = [
-            f'{one.name}: one training step\n{one.ask(operations) if isinstance(one, Apart) else operations(one)}'
-            for one in contenders
-            if cfg.profile
-        ]
-        if 'generate' in cfg.what:
-            seconds = race(contenders, lambda one: one.generate(), cfg.rounds, rt, tick('generate'))
-            for record, result in zip(
-                records, results(seconds, cfg.max_new_tokens, cfg.max_new_tokens * cfg.gen_batch)
-            ):
-                record['generate'] = result
-
-    titles = {
-        'train': f'training: {cfg.gradient_accumulation_steps} x {cfg.batch_size} x {block_size} tokens a step, {cfg.optimizer}',
-        'generate': f'generation: {cfg.gen_batch} x {cfg.max_new_tokens} tokens after {cfg.prompt_tokens}, KV cache',
-    }
-    for stage, title in titles.items():
-        if stage in cfg.what:
-            print(f'\n{title}; median of {cfg.rounds} round{"s" * (cfg.rounds > 1)}')
-            print(speed_table(records, stage, rt.device.type == 'cuda'))
-    for profile in profiles:
-        print(f'\n{profile}')
-    if 'memory' in cfg.what:
-        print(
-            '\n'
-            + '\n'.join(
-                f'{record["scheme"]}: peak memory {record["peak_memory_bytes"] or 0:,} bytes'
-                for record in records
-            )
-        )
-    return about | {'results': records}
 
 
 if __name__ == '__main__':

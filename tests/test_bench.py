@@ -1,8 +1,10 @@
 """bench.py: what takes part, what a step is, how rounds and numbers are kept. No test looks at how
 fast anything was."""
 
-import importlib.util
 import json
+import multiprocessing
+import sys
+from concurrent.futures import Future
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -11,13 +13,18 @@ import torch
 from conftest import call
 
 import bench
-from bench import BenchConfig, Scheme, flops_per_token, scheme_config
+from bench import BenchConfig, Scheme, scheme_config
 from model import GPT, GPTConfig
-from nanonag import runtime
-from nanonag.benchmark import timing
+from nanonag import report, runtime
+from nanonag.benchmark import peers, timing
+from nanonag.benchmark.contender import flops_per_token
+from nanonag.benchmark.peers import PEERS, HuggingFace
+from nanonag.benchmark.tables import speed_table
 from nanonag.benchmark.timing import race, results, spread
+from nanonag.benchmark.workloads import read_suite
 from nanonag.cli import UserError
 from nanonag.optim import configure_optimizer
+from nanonag.workers import worker_pool
 from train import TrainConfig
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=37, block_size=12)
@@ -89,9 +96,14 @@ def test_bad_options_are_told(args, message):
 
 def test_the_sizes_are_small_unless_one_is_given(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, 'measure', lambda entries, cfg, rt: seen.append(entries[0][1]))
-    bench.main(['--vocab_size=50'])
-    bench.main(['--n_layer=3'])
+
+    def measure(entries, cfg, rt):
+        seen.append(entries[0][1])
+        raise UserError('seen')
+
+    monkeypatch.setattr(bench, 'measure', measure)
+    call(bench.main, ['--vocab_size=50'])
+    call(bench.main, ['--n_layer=3'])
     assert seen == [
         GPTConfig(**bench.SMALL, update='gd', vocab_size=50),
         GPTConfig(update='gd', n_layer=3),
@@ -102,7 +114,8 @@ def test_the_sizes_are_small_unless_one_is_given(monkeypatch):
     'args, message',
     [
         (['--what=generate', '--steps=2'], 'no effect with what=generate: steps=2'),
-        (['--what=generate', '--memory=False'], 'memory=False'),
+        (['--what=generate', '--memory=True'], 'no effect.*memory=True'),
+        (['--what=memory', '--memory=False'], 'no effect.*memory=False'),
         (['--what=generate', '--optimizer=muon'], 'optimizer=muon'),
         (['--what=train', '--gen_batch=2', '--prompt_tokens=3'], 'gen_batch=2, prompt_tokens=3'),
         (['--peer=hf', '--pos=rope'], 'peer=hf.*pos=learned.*gd:pos=rope'),
@@ -115,8 +128,19 @@ def test_options_without_effect_are_told(args, message):
         bench.main(['--schemes=gd', *args])
 
 
+@pytest.mark.parametrize(
+    'args', [['--what=generate', '--memory=False'], ['--what=memory', '--memory=True']]
+)
+def test_what_happens_anyway_may_be_asked_for(args, monkeypatch):
+    def measure(entries, cfg, rt):
+        raise UserError('accepted')
+
+    monkeypatch.setattr(bench, 'measure', measure)
+    assert call(bench.main, args) == (2, 'accepted')
+
+
 def test_a_missing_peer_is_told(monkeypatch):
-    monkeypatch.setitem(bench.sys.modules, 'transformers', None)
+    monkeypatch.setitem(sys.modules, 'transformers', None)
     with pytest.raises(UserError, match='pip install transformers'):
         bench.main([*FLAGS, '--peer=hf'])
 
@@ -169,24 +193,17 @@ def test_a_step_is_trains_step(update, optimizer, rt):
 def test_all_contenders_get_the_same_tokens(rt):
     pytest.importorskip('transformers')
     cfg = BenchConfig(batch_size=2, prompt_tokens=4, gen_batch=3)
-    ours, peer = (
-        Scheme('ngpt', tiny('ngpt'), cfg, rt),
-        bench.HuggingFace(bench.PEERS['hf'], tiny('gd'), cfg, rt),
-    )
-    assert (
-        torch.equal(ours.tokens, peer.tokens)
-        and torch.equal(ours.prompt, peer.prompt)
-        and ours.prompt.shape == (3, 4)
-    )
+    ours = Scheme('ngpt', tiny('ngpt'), cfg, rt)
+    peer = HuggingFace(PEERS['hf'], tiny('gd'), cfg, rt)
+    assert torch.equal(ours.tokens, peer.tokens)
+    assert torch.equal(ours.prompt, peer.prompt)
+    assert ours.prompt.shape == (3, 4)
 
 
 def test_the_peer_is_gpt2_of_the_same_size_and_learns(rt):
     pytest.importorskip('transformers')
-    one = bench.HuggingFace(
-        bench.PEERS['hf'],
-        tiny('gd'),
-        BenchConfig(batch_size=2, max_new_tokens=5, prompt_tokens=3),
-        rt,
+    one = HuggingFace(
+        PEERS['hf'], tiny('gd'), BenchConfig(batch_size=2, max_new_tokens=5, prompt_tokens=3), rt
     )
     assert one.params == GPT(tiny('gd', bias=True)).num_params()
     before = [p.clone() for p in one.model.parameters()]
@@ -279,31 +296,35 @@ def test_spread():
     assert spread([7.0]) == dict.fromkeys(('median', 'min', 'max', 'q1', 'q3'), 7)
 
 
-def test_peak_memory_is_of_a_fresh_process():
-    """At least weights, gradients and Adam's two moments; but nothing of the parent's, however fat
-    it is."""
-    cfg, gpt_cfg = (
-        BenchConfig(batch_size=1, device='cpu'),
-        GPTConfig(**{**TINY, 'vocab_size': 300_000}, update='gd'),
-    )
+def test_peak_memory_is_of_this_process_alone():
+    """What the parent process holds does not count, although getrusage on Linux includes it."""
     ballast = torch.ones(2**28)  # 1 GiB
-    assert (
-        16 * 300_000 * 16
-        < bench.peak_bytes(bench.peak_bytes_here, 'gd', gpt_cfg, cfg)
-        < ballast.nbytes
-    )
+    with worker_pool(1) as pool:
+        peak = pool.submit(timing.peak_resident_bytes).result()
+    assert 2**20 < peak < ballast.nbytes
 
 
-def test_peak_memory_is_that_of_two_steps(monkeypatch):
+def test_peak_memory_is_that_of_two_steps(rt):
     """The first step makes Adam's state, the second holds it beside the gradients."""
-    taken = []
-    monkeypatch.setattr(
-        bench, 'Scheme', lambda *args: SimpleNamespace(step=lambda: taken.append(args[0]))
-    )
-    assert bench.peak_bytes_here('gd', tiny(), BenchConfig(device='cpu')) > 2**20 and taken == [
-        'gd',
-        'gd',
-    ]
+    steps = []
+    contender = SimpleNamespace(step=lambda: steps.append(1), rt=rt)
+    assert timing.peak_bytes_here(lambda: contender) > 2**20
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize('name, keeps', [('hf', [True, False]), ('hf_tuned', [True])])
+def test_memory_of_a_peer_is_measured_with_its_own_allocator(name, keeps, monkeypatch):
+    """runtime.start sets the allocator; for a peer as its users have it, it is set back."""
+    seen = []
+
+    def keep_freed_memory(keep=True):
+        seen.append(keep)
+
+    monkeypatch.setattr(runtime, 'keep_freed_memory', keep_freed_memory)
+    monkeypatch.setattr(peers.memory, 'keep_freed_memory', keep_freed_memory)
+    monkeypatch.setattr(peers, 'HuggingFace', lambda *args: None)
+    bench.lone_contender(PEERS[name], tiny('gd'), BenchConfig(device='cpu'))
+    assert seen == keeps
 
 
 # the whole
@@ -311,9 +332,9 @@ def test_peak_memory_is_that_of_two_steps(monkeypatch):
 
 def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
     pytest.importorskip('transformers')
-    monkeypatch.setattr(bench, 'peak_bytes', lambda _, name, *__: 2**31 if name == 'gd' else None)
+    monkeypatch.setattr(bench, 'peak_bytes', lambda name, make: 2**31 if name == 'gd' else None)
     monkeypatch.setattr(runtime.Runtime, 'peak_flops', lambda self: 1e12)
-    monkeypatch.setattr(bench.sys, 'argv', ['bench.py', '--seed=5'])
+    monkeypatch.setattr(sys, 'argv', ['bench.py', '--seed=5'])
     path = tmp_path / 'new' / 'bench.json'
     bench.main(
         [
@@ -344,7 +365,7 @@ def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
         'ngpt:rope_base=500',
     ]
     gd, ngpt, peer = data['results']
-    assert [r['scheme'] for r in data['results']] == ['gd', 'ngpt:rope_base=500', bench.PEERS['hf']]
+    assert [r['scheme'] for r in data['results']] == ['gd', 'ngpt:rope_base=500', PEERS['hf']]
     assert (
         gd['gpt_config'] == asdict(tiny('gd'))
         and ngpt['gpt_config']['rope_base'] == 500
@@ -364,6 +385,7 @@ def test_everything_ends_up_in_the_json_file(tmp_path, capsys, monkeypatch):
         gd['flops_per_token'] * gd['train']['tokens_per_s'] / 1e12
     )
     assert peer['train']['mfu'] is None and gd['peak_memory_bytes'] == 2**31
+    assert multiprocessing.active_children() == []  # the peer's process has ended
     out = capsys.readouterr().out
     assert 'training: 1 x 2 x 12 tokens' in out and 'generation: 1 x 5 tokens' in out
     assert all(
@@ -396,7 +418,7 @@ def test_the_table_has_three_figures_whatever_the_size():
         return {'scheme': 'gd', 'parameters': 1, 'peak_memory_bytes': None, 'train': result}
 
     tables = [
-        bench.speed_table([record(scale)], 'train', False) for scale in (1.23456, 0.0123456, 1.2e-6)
+        speed_table([record(scale)], 'train', False) for scale in (1.23456, 0.0123456, 1.2e-6)
     ]
     cells = [table.splitlines()[-1].split()[2] for table in tables]
     assert cells == ['1,235', '12.3', '0.00120']
@@ -405,28 +427,51 @@ def test_the_table_has_three_figures_whatever_the_size():
 # a suite and its table
 
 
-def test_a_suite_runs_its_workloads_and_its_file_is_a_table(tmp_path, monkeypatch, capsys):
-    small = '--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=13'
-    # a process of a process
-    peer = ' --peer=hf_tuned' * bool(importlib.util.find_spec('transformers'))
-    monkeypatch.setitem(
-        bench.SUITES,
-        'cpu',
-        {
-            'training': f'{small} --schemes gd lt_nag --what=train --memory=False{peer}',
-            'memory': f'{small} --schemes gd --what=memory --batch_size=2',
-            'generation': f'{small} --schemes gd --what=generate --prompt_tokens=2 --max_new_tokens=3',
-        },
-    )
+SUITE_SIZES = '--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --vocab_size=13'
+
+
+class PoolOfThisProcess:
+    """worker_pool's interface without the seconds that a process takes to start."""
+
+    def __init__(self, count):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+@pytest.fixture
+def small_suite(monkeypatch):
+    """A suite of three tiny workloads in the place of suites/cpu.txt."""
+    workloads = [
+        ('training', f'{SUITE_SIZES} --schemes gd lt_nag --what=train --memory=False'),
+        ('memory', f'{SUITE_SIZES} --schemes gd --what=memory --batch_size=2'),
+        (
+            'generation',
+            f'{SUITE_SIZES} --schemes gd --what=generate --prompt_tokens=2 --max_new_tokens=3',
+        ),
+    ]
+    monkeypatch.setattr(bench, 'read_suite', {'cpu': workloads}.get)
+    monkeypatch.setattr(bench, 'worker_pool', PoolOfThisProcess)
+    monkeypatch.setattr(bench, 'peak_bytes', lambda name, make: 2**31)
+
+
+def test_a_suite_runs_its_workloads_and_its_file_is_a_table(small_suite, tmp_path, capsys):
     path = tmp_path / 'suite.json'
-    assert call(bench.main, ['--suite=cpu', f'--json={path}', '--rounds=2', '--device=cpu']) == (
-        0,
-        '',
-    )
+    options = ['--suite=cpu', f'--json={path}', '--rounds=2', '--seed=7', '--device=cpu']
+    assert call(bench.main, options) == (0, '')
     suite = json.loads(path.read_text())['suite']
-    assert [one['title'] for one in suite] == ['training', 'memory', 'generation'] and suite[0][
-        'config'
-    ]['rounds'] == 2
+    assert [workload['title'] for workload in suite] == ['training', 'memory', 'generation']
+    assert [workload['config']['rounds'] for workload in suite] == [2, 5, 2]
+    assert [workload['config']['seed'] for workload in suite] == [7, 7, 7]
     capsys.readouterr()
     assert call(bench.main, [f'--table={path}']) == (0, '')
     rows = [
@@ -436,15 +481,45 @@ def test_a_suite_runs_its_workloads_and_its_file_is_a_table(tmp_path, monkeypatc
     assert [row[:2] for row in rows[2:]] == [
         ['training', '`gd`'],
         ['training', '`lt_nag`'],
-        *[['training', '`hf_gpt2_tuned`']] * bool(peer),
         ['memory', '`gd`'],
         ['generation', '`gd`'],
     ]
     times = suite[0]['results'][1]['train']
-    assert rows[3][2].startswith(f'{1e3 * times["seconds_spread"]["median"]:,.1f} (') and rows[3][
-        4
-    ].startswith(f'{times["relative_spread"]["median"]:.3f} (')
-    assert rows[2][4].startswith('1.000') and rows[-2][5].endswith('GiB') and rows[-2][2] == ''
+    assert rows[3][2].startswith(f'{1e3 * times["seconds_spread"]["median"]:,.1f} (')
+    assert rows[3][4].startswith(f'{times["relative_spread"]["median"]:.3f} (')
+    assert rows[2][4].startswith('1.000')
+    assert rows[-2][5] == '2.00 GiB' and rows[-2][2] == ''
+
+
+def test_a_workload_that_fails_leaves_those_before_it(small_suite, tmp_path, monkeypatch):
+    def fail(name, make):
+        raise UserError('no memory')
+
+    monkeypatch.setattr(bench, 'peak_bytes', fail)
+    path = tmp_path / 'suite.json'
+    code, text = call(bench.main, ['--suite=cpu', f'--json={path}', '--rounds=1', '--device=cpu'])
+    assert (code, text) == (2, 'no memory')
+    assert [one['title'] for one in json.loads(path.read_text())['suite']] == ['training']
+
+
+def test_a_workload_has_a_process_of_its_own_and_its_memory_is_measured_in_another(tmp_path):
+    """At least weights, gradients and Adam's two moments, but less than this process holds."""
+    path = tmp_path / 'suite.json'
+    ballast = torch.ones(2**28)  # 1 GiB
+    sizes = SUITE_SIZES.replace('vocab_size=13', 'vocab_size=300_000')
+    workloads = [('memory', f'{sizes} --schemes gd --what=memory --batch_size=1')]
+    bench.run_suite(workloads, {'device': 'cpu', 'rounds': 3}, path)
+    (workload,) = json.loads(path.read_text())['suite']
+    assert workload['title'] == 'memory'
+    assert 16 * 300_000 * 16 < workload['results'][0]['peak_memory_bytes'] < ballast.nbytes
+    assert multiprocessing.active_children() == []
+
+
+def test_the_kept_file_of_a_suite_is_a_table(capsys):
+    bench.main(['--table=results/bench_cpu.json'])
+    head, rule, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith('| workload | scheme |') and rule == '|---|---|---|---|---|---|'
+    assert len(rows) == 35
 
 
 @pytest.mark.parametrize(
@@ -461,16 +536,55 @@ def test_mistakes_with_a_suite(argv, message):
     assert code == 2 and message in text
 
 
-def test_every_suite_is_made_of_valid_options():
-    for suite in bench.SUITES.values():
-        for options in suite.values():
-            given = bench.parse(options.split(), GPTConfig, bench.BenchConfig)
-            for scheme in bench.build(bench.BenchConfig, given).schemes:
-                bench.scheme_config(
-                    scheme,
-                    {
-                        key: value
-                        for key, value in given.items()
-                        if key in GPTConfig.__dataclass_fields__
-                    },
-                )
+@pytest.mark.parametrize('name', ['cpu', 'cuda'])
+def test_every_suite_is_made_of_valid_options(name):
+    workloads = read_suite(name)
+    assert len(dict(workloads)) == len(workloads) >= 12
+    for _, options in workloads:
+        given = bench.parse(options.split(), GPTConfig, BenchConfig)
+        cfg = bench.build(BenchConfig, given)
+        bench.check_effect(given, cfg)
+        bench.entries_of(given, cfg)
+
+
+# where a result comes from
+
+
+def test_a_run_and_a_result_tell_the_same_facts(rt, monkeypatch):
+    monkeypatch.setattr(report, 'code_version', lambda: 'abc+')
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--out_dir=a b'])
+    result = report.result_facts(BenchConfig(), rt, ['torch'])
+    run = report.training_facts({'n_layer': 2}, rt, params=7, compiled=False)
+    assert (run['config'], run['params'], run['compiled']) == ({'n_layer': 2}, 7, False)
+    assert run['world_size'] == 1 and run['device'] == rt.device_name()
+    assert run['torch'] == result['versions']['torch'] == torch.__version__
+    assert run['dtype'] == result['dtype'] == 'float32'
+    assert run['commit'] == result['commit'] == 'abc+'
+    assert run['command'] == result['command'] == "python train.py '--out_dir=a b'"
+
+
+def test_tables_are_aligned():
+    rows = [['name', 'a', 'b'], ['x', '10', ''], ['long name', '1', '22222']]
+    assert report.table(rows, '<>', ruled=True).splitlines() == [
+        'name        a      b',
+        '--------------------',
+        'x          10',
+        'long name   1  22222',
+    ]
+    assert report.table(rows).splitlines() == [
+        'name       a   b',
+        'x          10',
+        'long name  1   22222',
+    ]
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(UserError, match='json=.*choose another'):
+        report.check_json(tmp_path)
+    with pytest.raises(UserError, match='json=.*cannot be written'):
+        report.write_json(tmp_path / 'missing' / 'x.json', {})
+    report.check_json(tmp_path / 'new' / 'x.json')
+    report.write_json(tmp_path / 'new' / 'x.json', {'a': 1})
+    assert json.loads((tmp_path / 'new' / 'x.json').read_text()) == {'a': 1}
+    report.check_json(None)
+    report.write_json(None, {})

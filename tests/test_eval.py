@@ -1,13 +1,12 @@
 """eval.py: what it answers to lm-evaluation-harness, against the plain definitions."""
 
-import functools
+import inspect
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
-import lm_eval.tasks
 import pytest
 import torch
 from conftest import ALPHABET, TINY, arguments, call, fresh, nontrivial, train, write_data
@@ -16,6 +15,9 @@ import eval as script
 from nanonag import checkpoint, runtime
 from nanonag.data.tokenizer import CharTokenizer, GPT2Tokenizer
 from start import build_model
+
+datasets = pytest.importorskip('datasets')
+harness_tasks = pytest.importorskip('lm_eval.tasks')
 
 BLOCK = TINY['block_size']
 CPU = runtime.Runtime(torch.device('cpu'), torch.float32)
@@ -109,19 +111,29 @@ def test_greedy_is_what_generate_would_say(update):
     assert [greedy for _, greedy in answers] == [True] + [False] * 5
 
 
-@pytest.mark.parametrize('batch_size', [1, 2, 4, 100])
-def test_batching_changes_nothing(update, batch_size):
-    model = nontrivial(update=update)
-    pairs, texts = PAIRS + [('abcdefghijkl', 'abc')], [('abcdefghij' * 3,), ('b',), ('cd',)]
-    alone, together = harness(model, batch_size=1), harness(model, batch_size=batch_size)
+def test_batches_change_nothing_for_any_scheme(update):
+    assert_batching_changes_nothing(nontrivial(update=update), batch_size=4)
+
+
+@pytest.mark.parametrize('batch_size', [2, 100])
+def test_batches_of_any_size_change_nothing(batch_size):
+    assert_batching_changes_nothing(nontrivial(update='lt_nag'), batch_size)
+
+
+def assert_batching_changes_nothing(model, batch_size):
+    """Answers in batches are those to each request alone."""
+    pairs = PAIRS + [('abcdefghijkl', 'abc')]
+    texts = [('abcdefghij' * 3,), ('b',), ('cd',)]
+    alone = harness(model, batch_size=1)
+    together = harness(model, batch_size=batch_size)
     assert_same(
         ask(together.loglikelihood, *pairs), [ask(alone.loglikelihood, pair)[0] for pair in pairs]
     )
     for answer, text in zip(ask(together.loglikelihood_rolling, *texts), texts):
         assert abs(answer - ask(alone.loglikelihood_rolling, text)[0]) < 1e-10
-    prompts = [
-        (one + two, {'until': ['a', 'd'], 'max_gen_toks': 12}) for one in 'cf' for two in ALPHABET
-    ]
+    options = {'until': ['a', 'd'], 'max_gen_toks': 12}
+    prompts = [(one + two, options) for one in 'cf' for two in ALPHABET[::3]]
+    prompts += [('cfa', options), ('ce', {'until': ['b'], 'max_gen_toks': 5})]
     assert ask(together.generate_until, *prompts) == [
         ask(alone.generate_until, prompt)[0] for prompt in prompts
     ]
@@ -275,7 +287,7 @@ def test_generates_what_generate_does(update):
 
 
 def test_generation_ends_before_the_first_stop_sequence(update):
-    model, tok = nontrivial(update=update), CharTokenizer(list(ALPHABET))
+    model = nontrivial(update=update)
     lm = harness(model)
     whole = ask(lm.generate_until, ('abc', {'until': [], 'max_gen_toks': 30}))[0]
     forward, steps = model.forward, []
@@ -415,16 +427,23 @@ def run_folder(tmp_path_factory):
     return folder / 'out'
 
 
+def index_only(monkeypatch, folder):
+    """Keeps the harness from reading its thousands of tasks, which takes seconds: without an
+    include_path of eval.py's own it reads those in `folder`."""
+    real = harness_tasks.TaskManager
+    assert inspect.signature(real).parameters['include_defaults'].default is True
+
+    def manager(include_path):  # whoever leaves out the harness's tasks, gets a TypeError
+        return real(include_path=include_path or folder, include_defaults=False)
+
+    monkeypatch.setattr(harness_tasks, 'TaskManager', manager)
+
+
 @pytest.fixture
 def evaluate(toys, run_folder, tmp_path, monkeypatch, capsys):
-    """Runs eval.py on the toys alone (to index the harness' own tasks takes seconds) -> (exit code,
-    message, output, its JSON)."""
+    """Runs eval.py on the toys alone -> (exit code, message, output, its JSON)."""
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
-    monkeypatch.setattr(
-        lm_eval.tasks,
-        'TaskManager',
-        functools.partial(lm_eval.tasks.TaskManager, include_defaults=False),
-    )
+    index_only(monkeypatch, toys)
 
     def run(**options):
         capsys.readouterr()
@@ -500,7 +519,8 @@ def test_mistakes(evaluate, options, message):
     assert code == 2 and re.search(message, told), told
 
 
-def test_a_task_of_the_harness_that_is_misspelt(run_folder):
+def test_a_task_of_the_harness_that_is_misspelt(run_folder, monkeypatch):
+    index_only(monkeypatch, Path(harness_tasks.__file__).parent / 'hellaswag')
     code, told = call(
         script.main, arguments(dict(out_dir=run_folder, device='cpu', tasks='helaswag'))
     )
@@ -521,7 +541,6 @@ def test_data_that_cannot_be_had(evaluate, toys, tmp_path):
 
 
 def test_without_the_harness_it_says_what_to_install(evaluate, monkeypatch):
-    monkeypatch.setattr(script, 'TemplateLM', object)
-    monkeypatch.setattr(script, 'missing', ImportError("No module named 'lm_eval'"), raising=False)
+    monkeypatch.setattr(script, 'import_error', ImportError("No module named 'lm_eval'"))
     code, told, _, _ = evaluate()
     assert code == 2 and 'pip install lm-eval' in told

@@ -46,7 +46,7 @@ def write_run(
 
 
 def test_summary_tells_final_and_best(tmp_path):
-    assert plot.summary(plot.read_run(write_run(tmp_path / 'a'))) == {
+    assert plot.summary(plot.read_history(write_run(tmp_path / 'a'))) == {
         'run': 'a',
         'scheme': 'gd',
         'params': 1_500_000,
@@ -65,7 +65,7 @@ def test_summary_tells_final_and_best(tmp_path):
     ['{"step": 110, "tok', '{"step": 110, "tokens": 1, "loss": 9.0, "tokens_per_s": 1}', 'x'],
 )
 def test_a_last_line_without_its_end_does_not_count(tmp_path, tail):
-    assert plot.read_run(write_run(tmp_path / 'a', tail=tail)) == plot.read_run(
+    assert plot.read_history(write_run(tmp_path / 'a', tail=tail)) == plot.read_history(
         write_run(tmp_path / 'b' / 'a')
     )
 
@@ -75,7 +75,7 @@ def test_a_resumed_run_counts_each_step_once_and_takes_the_last_config(tmp_path)
         {'step': 50, 'config': {'update': 'lt_nag'}, 'params': 7},
         {'step': 100, 'tokens': 100_000, 'train_loss': 2.0, 'val_loss': 2.1},
     ]
-    run = plot.read_run(
+    run = plot.read_history(
         write_run(tmp_path / 'a', tail=''.join(json.dumps(record) + '\n' for record in again))
     )
     assert (run.update, run.params, [r['step'] for r in run.evals], run.evals[-1]['val_loss']) == (
@@ -152,8 +152,8 @@ def test_names_are_shown_as_they_are(tmp_path):
     plot.main([folder, folder, f'--out={tmp_path}/c.png'])
     assert (
         (tmp_path / 'c.png').exists()
-        and plot.read_run(folder).name == 'a$\\frac$?'
-        and len(plot.read_run(folder).update) == 60
+        and plot.read_history(folder).name == 'a$\\frac$?'
+        and len(plot.read_history(folder).update) == 60
     )
 
 
@@ -165,7 +165,9 @@ def test_a_device_is_no_record(tmp_path):
 
 def test_nan_is_shown_but_never_best(tmp_path):
     facts = plot.summary(
-        plot.read_run(write_run(tmp_path / 'a', evals=[(0, math.nan), (50, 3.0), (100, math.nan)]))
+        plot.read_history(
+            write_run(tmp_path / 'a', evals=[(0, math.nan), (50, 3.0), (100, math.nan)])
+        )
     )
     assert math.isnan(facts['val_loss']) and facts['best_val_loss'] == 3.0
 
@@ -179,10 +181,8 @@ def test_the_table_has_parameters_beside_losses_and_dashes_for_the_unknown(tmp_p
         ]
     )
     head, _, first, second = capsys.readouterr().out.splitlines()
-    assert (
-        head.split()
-        == 'run scheme parameters steps tokens train loss val loss best val at step tokens/s'.split()
-    )
+    titles = 'run scheme parameters steps tokens train loss val loss best val at step tokens/s'
+    assert head.split() == titles.split()
     assert first.split() == [
         'a',
         'gd',
@@ -203,7 +203,7 @@ def test_json_holds_the_table(tmp_path):
     folders = [write_run(tmp_path / 'a'), write_run(tmp_path / 'b', 'lt_tmm')]
     plot.main([*folders, '--out=None', '--json', str(tmp_path / 'table.json')])
     assert json.loads((tmp_path / 'table.json').read_text()) == [
-        plot.summary(plot.read_run(folder)) for folder in folders
+        plot.summary(plot.read_history(folder)) for folder in folders
     ]
 
 

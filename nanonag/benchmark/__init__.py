@@ -1,1 +1,1 @@
-"""Comparing speed and memory: measurements, peers, tables."""
+"""Compares the speed and memory of models: workloads, measurements, peers, tables."""
