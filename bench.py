@@ -36,8 +36,8 @@ from nanonag.benchmark.options import FOR_WORKLOADS, check_effect, check_lengths
 from nanonag.benchmark.tables import heading, markdown, report_text
 from nanonag.benchmark.timing import WARMUP, peak_bytes, time_generation, time_training
 from nanonag.benchmark.workloads import read_suite
-from nanonag.cli import UserError, run
-from nanonag.configurator import at_least, build, parse
+from nanonag.cli import UserError, run, stay_single
+from nanonag.configurator import FilePath, at_least, build, parse
 from nanonag.decoder import Decoder
 from nanonag.optim import configure_optimizer
 from nanonag.report import check_json, result_facts, write_json
@@ -57,9 +57,10 @@ class BenchConfig:
     # hf: also transformers' GPT-2 of that size, float32, plain AdamW; hf_tuned: with our setting
     # of the C library's allocator
     peer: tuple[str, ...] = ()
-    # instead of all of the above and sizes: the workloads of README's table
+    # instead of all of the above and sizes: the workloads of docs/performance.md
     suite: Literal['cpu', 'cuda'] | None = None
-    table: str | None = None  # instead of measuring: print README's table from the file of a suite
+    # instead of measuring: print the table of docs/performance.md from the file of a suite
+    table: FilePath | None = None
     what: tuple[str, ...] = ('train', 'generate')  # either or both, or memory alone
     rounds: int = 5  # measurements of each scheme, after two that do not count
     steps: int = 1  # training steps in a measurement
@@ -73,7 +74,7 @@ class BenchConfig:
     max_new_tokens: int = 64  # tokens generated after it, sampled, with the KV cache
     memory: bool = True  # also the peak in training, in a process of its own for each scheme
     profile: bool = False  # also the costliest operations of one training step of each scheme
-    json: str | None = None  # file for every raw number, the options and the machine
+    json: FilePath | None = None  # file for every raw number, the options and the machine
     seed: int = 1337  # of the weights and the random tokens
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     # of the matmuls; auto: bfloat16 where hardware has it
@@ -255,8 +256,6 @@ def compare(given):
     entries = entries_of(given, cfg)
     rt = runtime.start(cfg.device, cfg.dtype)
     peers.check_device(cfg.peer, rt.device)
-    if rt.distributed:
-        raise UserError('bench.py measures one process: run it with python, not with torchrun')
     torch._dynamo.config.recompile_limit = 1000  # all models run through the same code
     facts = result_facts(cfg, rt, ['transformers'] if cfg.peer else [])
     print(heading(rt))
@@ -290,6 +289,7 @@ def run_suite(workloads, given, path):
 
 
 def main(argv):
+    stay_single('bench.py')
     given = parse(argv, GPTConfig, BenchConfig)
     cfg = build(BenchConfig, given)
     if cfg.table is not None:

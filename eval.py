@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from nanonag import memory, runtime
-from nanonag.cli import UserError, run
-from nanonag.configurator import at_least, build, nearest, parse
+from nanonag.cli import UserError, run, stay_single
+from nanonag.configurator import FilePath, at_least, build, nearest, parse
 from nanonag.report import check_json, result_facts, write_json
 from start import load
 
@@ -43,15 +43,17 @@ RESULT_KEYS = ('results', 'groups', 'n-shot', 'n-samples', 'configs')
 class EvalConfig:
     """What is scored, and on which tasks."""
 
-    out_dir: str = 'out'  # a run's folder: its best.pt (ckpt.pt if there is none)
+    out_dir: FilePath = 'out'  # a run's folder: its best.pt (ckpt.pt if there is none)
     # resume: from out_dir; gpt2[-medium|-large|-xl]; or a checkpoint file, nanoGPT's too
-    init_from: str = 'resume'
+    init_from: FilePath = 'resume'
+    # the data folder whose tokenizer a checkpoint of nanoGPT needs; default GPT-2's
+    dataset: FilePath | None = None
     tasks: tuple[str, ...] = ('hellaswag',)  # names of tasks or groups; mmlu_* takes all that match
     num_fewshot: int | None = None  # solved examples before each question; default: the task's own
     limit: int | None = None  # questions of each task, to try it out; default: all
-    include_path: str | None = None  # a folder with tasks of your own
+    include_path: FilePath | None = None  # a folder with tasks of your own
     batch_size: int = 8  # requests at once; the logits of all of them are in memory
-    json: str | None = None  # file for every result, the options and the machine
+    json: FilePath | None = None  # file for every result, the options and the machine
     seed: int = 1234  # of the choice of examples and of sampling; the harness's own default
     device: str = 'auto'  # cuda, cuda:1, mps, cpu
     # of the matmuls; bfloat16 rounds a logit of 10 by up to 0.03
@@ -298,14 +300,13 @@ def batches(items, size):
 
 
 def main(argv):
+    stay_single('eval.py')
     cfg = build(EvalConfig, parse(argv, EvalConfig))
     check_harness()
     check_json(cfg.json)
     check_include_path(cfg.include_path)
     model, tok = load(cfg)
     rt = runtime.start(cfg.device, cfg.dtype)
-    if rt.distributed:
-        raise UserError('eval.py works in one process: run it with python, not with torchrun')
     manager = task_manager(cfg)
     lm = HarnessLM(model, tok, rt, cfg.batch_size)
     results = evaluate(lm, manager, cfg)

@@ -331,7 +331,8 @@ class GPTConfig:
         at_least(self, n_head=1, n_embd=1, vocab_size=1, vocab_used=1, block_size=1, dropout=0)
         between(self, n_layer=(0, 10001), mu_init=(0, 1), beta_init=(0, 1), gamma_init=(0, 80))
         between(self, nu_init=(0, 80), alpha_init=(0, math.inf), rope_base=(0, math.inf))
-        require(self.update in SCHEMES, f'update={self.update!r}: choose from {", ".join(SCHEMES)}')
+        names = ', '.join(SCHEMES)
+        require(self.update in SCHEMES, f'update={self.update!r} is no scheme; choose from {names}')
         velocity = ('zero',) if self.normalized else ('learned', 'zero')
         choices = {'velocity_init': velocity if self.rule.uses_velocity else (None,)}
         choose(self, choices | self.rule.choices, f'update={self.update}')
@@ -400,7 +401,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Draws the weights, a velocity's last, so that a seed gives all schemes the same others."""
+        """Draws the weights, a velocity's last: a seed gives all schemes the same others."""
         std = self.cfg.n_embd**-0.5 if self.cfg.normalized else 0.02
         output_std = std if self.cfg.normalized else std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2
         tables = [self.transformer[name] for name in ('vte', 'vpe') if name in self.transformer]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanonag.cli import UserError, run, warn
-from nanonag.configurator import build, parse
+from nanonag.configurator import FilePath, build, parse
 from nanonag.history import read_history
 from nanonag.report import check_json, table, write_json
 
@@ -47,14 +47,14 @@ AXES = {'step': 'steps', 'tokens': 'training tokens', 'time': 'training time, mi
 class PlotConfig:
     """What is compared and shown."""
 
-    runs: tuple[str, ...] = ()  # the runs' folders; `--runs` itself may be left out
+    runs: tuple[FilePath, ...] = ()  # the runs' folders; `--runs` itself may be left out
     # the picture, of any kind that matplotlib writes; None: only the table
-    out: str | None = 'curves.png'
+    out: FilePath | None = 'curves.png'
     # of the picture; time is that of training, without evaluations
     x: Literal['step', 'tokens', 'time'] = 'step'
     # each training loss is averaged with its neighbours, this share of the run
     smooth: float = 0.02
-    json: str | None = None  # file for the table's numbers
+    json: FilePath | None = None  # file for the table's numbers
 
     def __post_init__(self):
         if not self.runs:

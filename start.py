@@ -5,7 +5,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from model import GPT, GPTConfig
-from nanonag import checkpoint, memory, report, runtime
+from nanonag import checkpoint, memory, runtime
 from nanonag.cli import UserError, first_line, warn, world
 from nanonag.configurator import Options, build, convert, drop_idle, parse
 from nanonag.data import tokenizer
@@ -43,6 +42,10 @@ class Plan:
     @property
     def resumes(self):
         return self.state is not None
+
+    def config(self):
+        """All options of the model and the run, as a dict."""
+        return asdict(self.model.cfg) | asdict(self.cfg)
 
     @property
     def tokens_per_step(self):
@@ -139,21 +142,6 @@ def summary(plan, rt):
         f'{model.num_params():,} parameters; {needs}',
     ]
     return '\n'.join(lines)
-
-
-def facts(plan, compiled, rt):
-    """What metrics.jsonl records of a run before its first step."""
-    return {
-        'config': asdict(plan.model.cfg) | asdict(plan.cfg),
-        'params': plan.model.num_params(),
-        'world_size': rt.world_size,
-        'device': rt.device_name(),
-        'dtype': rt.dtype_name,
-        'compiled': compiled,
-        'torch': torch.__version__,
-        'commit': report.code_version(),
-        'command': ' '.join(sys.argv),
-    }
 
 
 def changes(plan):

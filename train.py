@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import start
-from nanonag import checkpoint, memory, parallel, runtime
-from nanonag.cli import UserError, run, warn_of_other_launchers
+from nanonag import checkpoint, memory, parallel, report, runtime
+from nanonag.cli import UserError, check_launcher, run
 from nanonag.configurator import FilePath, at_least, between, require
 from nanonag.data.loader import TrainLoader
 from nanonag.evaluation import evaluate, in_words
@@ -191,7 +191,7 @@ def train_step(model, trained, optimizer, scaler, batches, micro_steps, grad_cli
 
 
 def main(argv):
-    warn_of_other_launchers()
+    check_launcher()
     plan = start.plan(argv, TrainConfig)  # what a user can get wrong is found here
     if plan is None:  # --dry_run
         return
@@ -263,7 +263,7 @@ def open_outputs(plan, state, compiled, rt):
         lock = checkpoint.claim(cfg.out_dir)
         if not plan.resumes:
             checkpoint.clear(cfg.out_dir)
-        facts = start.facts(plan, compiled, rt)
+        facts = report.training_facts(plan.config(), rt, plan.model.num_params(), compiled)
         metrics = Metrics(cfg, facts, state.step, state.wandb_id)
         state.wandb_id = metrics.wandb_id
     if rt.is_main or cfg.save_sharded:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+TORCHRUN = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 PATIENCE = 10  # seconds that other ranks leave rank 0 to report a mistake that all of them found
 
 
@@ -140,26 +141,33 @@ def world():
         rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
         if not 0 <= rank < size:
             raise ValueError(f'RANK={rank}, WORLD_SIZE={size}')
-        for name in ('MASTER_ADDR', 'MASTER_PORT'):
-            os.environ[name]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f'RANK is set, but not all that torchrun sets with it ({error}): RANK, WORLD_SIZE, '
-            f'LOCAL_RANK, MASTER_ADDR and MASTER_PORT; start with torchrun, or unset RANK'
+            f'RANK is set, but not all that torchrun sets with it ({error}): '
+            f'{", ".join(TORCHRUN)}; start with torchrun, or unset RANK'
         ) from None
     return rank, size
 
 
-def warn_of_other_launchers():
-    """Warns if srun or mpirun started several copies of this program, which train separately."""
-    if 'RANK' in os.environ:
-        return
+def check_launcher():
+    """Checks at once what torchrun sets, and warns of other launchers, whose copies train alone.
+
+    Raises UserError if some of torchrun's variables are missing: the processes would wait for each
+    other for ever.
+    """
+    if world()[1] > 1:
+        missing = [name for name in ('MASTER_ADDR', 'MASTER_PORT') if name not in os.environ]
+        if missing:
+            raise UserError(
+                f'RANK and WORLD_SIZE are set, but not {", ".join(missing)}, which torchrun sets '
+                f'with them; start with torchrun, or unset RANK'
+            )
     for name in ('SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'):
         size = os.environ.get(name, '')
-        if size.isdigit() and int(size) > 1:
+        if 'RANK' not in os.environ and size.isdigit() and int(size) > 1:
             warn(
                 f'{name}={size}, but this process trains alone; for one run on all of them let '
-                f'each task start torchrun (docs/training.md)'
+                f'each node start torchrun (docs/training.md)'
             )
             return
 
@@ -171,5 +179,5 @@ def stay_single(script):
     """
     if 'TORCHELASTIC_RUN_ID' in os.environ and os.environ.get('WORLD_SIZE', '1') != '1':
         raise UserError(f'{script} works in one process: run it with python, not with torchrun')
-    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT'):
+    for name in TORCHRUN:
         os.environ.pop(name, None)

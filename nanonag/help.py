@@ -3,9 +3,11 @@
 import ast
 import re
 import sys
+import textwrap
 
 from nanonag.cli import run
 from nanonag.files import ROOT
+from nanonag.report import table
 
 SECTION = '# ---- '  # begins a comment that heads the options after it
 
@@ -27,13 +29,13 @@ def help_text(doc, *sources):
     parts = [doc.strip()]
     for source in sources:
         path, name = source.split(':')
-        parts.append(f'\n{name} in {path}:')
-        parts += table_of_options((ROOT / path).read_text(encoding='utf-8'), name)
+        rows = options((ROOT / path).read_text(encoding='utf-8'), name)
+        parts += [f'\n{name} in {path}:', textwrap.indent(table(rows), '  ')]
     return '\n'.join(parts)
 
 
-def table_of_options(source, name):
-    """The lines that list a dataclass's fields: name, type, default and comment.
+def options(source, name):
+    """A (name, type, default, comment) of each field of a dataclass.
 
     A dict that a comment names, such as SCHEMES, is shown as its keys.
     """
@@ -47,8 +49,7 @@ def table_of_options(source, name):
             comment = re.sub(r'\w+', lambda m: keys.get(m[0], m[0]), comment_of(node, lines))
             kind = kind_of(node.annotation)
             rows.append((f'--{node.target.id}', kind, ast.unparse(node.value), comment))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return ['  ' + '  '.join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
+    return rows
 
 
 def kind_of(annotation):

@@ -10,6 +10,8 @@ import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nanonag.report import table
+
 KINDS = ('matrices', 'embeddings', 'norms', 'scalars', 'scales')
 
 
@@ -322,9 +324,7 @@ def describe(optimizer):
                 shape = str(tuple(p.shape))
                 counts[name, shape, kind_of_optimizer, group['kind'], lr, decay] += 1
     head = ('parameter', 'shape', 'optimizer', 'kind', 'peak lr', 'decay', 'tensors')
-    rows = [head, *((*key, str(count)) for key, count in counts.items())]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return table([head, *((*key, str(count)) for key, count in counts.items())])
 
 
 def lr_multiplier(step, cfg):

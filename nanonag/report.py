@@ -35,7 +35,7 @@ def result_facts(cfg, rt, packages=()):
         'commit': code_version(),
         'machine': machine(rt),
         'device': rt.device.type,
-        'dtype': dtype_name(rt),
+        'dtype': rt.dtype_name,
         'versions': {
             'python': platform.python_version(),
             'torch': torch_version(),
@@ -59,7 +59,7 @@ def training_facts(config, rt, params, compiled):
         'params': params,
         'world_size': rt.world_size,
         'device': rt.device_name(),
-        'dtype': dtype_name(rt),
+        'dtype': rt.dtype_name,
         'compiled': compiled,
         'torch': torch_version(),
         'commit': code_version(),
@@ -91,11 +91,6 @@ def git(*args):
 def command_line():
     """Returns the command that started this process, quoted for a shell."""
     return shlex.join(['python', *sys.argv])
-
-
-def dtype_name(rt):
-    """Returns the name of the dtype that `rt` multiplies matrices in, such as 'bfloat16'."""
-    return str(rt.dtype).removeprefix('torch.')
 
 
 def torch_version():

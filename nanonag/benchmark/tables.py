@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nanonag.cli import UserError
-from nanonag.report import dtype_name, table
+from nanonag.report import table
 
 MARKDOWN_HEADER = (
     'workload',
@@ -23,7 +23,7 @@ def heading(rt):
     """Returns the line that names the machine, its threads, torch's version and the dtype."""
     return (
         f'{rt.device_name()}, {rt.device.type}, {torch.get_num_threads()} threads, '
-        f'torch {torch.__version__}, {dtype_name(rt)}'
+        f'torch {torch.__version__}, {rt.dtype_name}'
     )
 
 
