@@ -1,5 +1,4 @@
-"""Checkpoints in shards, on a process group of one: what a reader refuses, what a failed write
-leaves behind."""
+"""Sharded checkpoints, on a process group of one: what is refused, what a failure leaves behind."""
 
 import json
 import shutil
@@ -108,8 +107,10 @@ def test_shards_that_nothing_names_are_deleted(saved, group):
 
 
 def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, capsys):
-    """best.pt of step 3 fails and is written with step 4's save, before ckpt.pt names step 4's
-    shards."""
+    """The best.pt of step 3 fails and is written by the save of step 4.
+
+    At that moment ckpt.pt does not name the shards of step 4 yet.
+    """
     folder, _ = saved
     model, optimizer = trained()
     saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), saver_module.os.replace
@@ -178,7 +179,7 @@ def test_names_that_lead_elsewhere_are_refused(shards, saved):
     content = checkpoint.load(folder / 'ckpt.pt') | {'shards': shards}
     content['digest'] = checkpoint.digest(content)
     torch.save(content, folder / 'hostile.pt')
-    with pytest.raises(UserError, match='not readable as the shards|holds no `shards`'):
+    with pytest.raises(UserError, match='not readable as the shards|holds no usable `shards`'):
         read(folder / 'hostile.pt')
 
 
@@ -236,7 +237,7 @@ def test_weights_that_are_not_finite_are_not_saved(saved, group, capsys):
 
 
 def test_a_shard_holds_no_code(saved):
-    """Not even the library's own metadata file, which is a pickle."""
+    """Not even in the library's own metadata file, which would be a pickle."""
     folder, _ = saved
     for path in (folder / 'shards-00000002').iterdir():
         length = int.from_bytes(path.read_bytes()[:8], 'little')
