@@ -500,6 +500,38 @@ def test_a_file_system_that_cannot_synchronize_folders(tmp_path, monkeypatch, nu
     assert saver.wait() == succeeds
 
 
+def test_content_and_rename_are_synchronized_in_this_order(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def watched_fsync(descriptor):
+        calls.append('folder' if stat.S_ISDIR(os.fstat(descriptor).st_mode) else 'file')
+        fsync(descriptor)
+
+    def watched_replace(source, target):
+        calls.append('rename')
+        replace(source, target)
+
+    monkeypatch.setattr(os, 'fsync', watched_fsync)
+    monkeypatch.setattr(os, 'replace', watched_replace)
+    save(tmp_path, 1)
+    assert calls == ['file', 'rename', 'folder']
+
+
+def test_a_file_whose_rename_was_not_synchronized_is_kept_under_its_own_step(tmp_path, monkeypatch):
+    saver = save(tmp_path, 1, 2)
+
+    def failing(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, 'sync_folder', failing)
+        saver.save(state(3))
+        assert not saver.wait()
+    saver.save(state(4))
+    assert saver.wait() and names(tmp_path) == ['ckpt-00000003.pt', 'ckpt.pt']
+    assert read(tmp_path / 'ckpt-00000003.pt')['step'] == 3
+
+
 def test_a_disk_that_lies_is_found_out(tmp_path, monkeypatch, capsys):
     """The file is read back before it replaces the old one."""
     saver = save(tmp_path, 1)
