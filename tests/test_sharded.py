@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import call, fresh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint as script
 from nanonag import checkpoint, parallel
@@ -234,6 +237,29 @@ def test_weights_that_are_not_finite_are_not_saved(saved, group, capsys):
     saver = Saver(folder, last_step=2, group=group)
     saver.save(state(model, optimizer, 3))
     assert not saver.wait() and read(folder / 'ckpt.pt')['step'] == 2
+
+
+def write_on_rank(rank, folder):
+    """Writes a tensor that is infinite on rank 0 only; every rank stores what it raised."""
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    weight = torch.ones(4, 2)
+    weight[0, 0] = float('inf')
+    mesh = init_device_mesh('cpu', (2,))
+    tensors = {'model.w': distribute_tensor(weight, mesh, [Shard(0)])}
+    # A deadlock would last for this time.
+    group = dist.new_group(backend='gloo', timeout=timedelta(seconds=60))
+    try:
+        sharded.write(folder / 'shards-00000001', tensors, group)
+    except Exception as error:
+        (folder / f'{rank}.txt').write_text(repr(error))
+    dist.destroy_process_group()
+
+
+def test_weights_that_are_not_finite_on_one_rank_fail_on_all_at_once(tmp_path):
+    torch.multiprocessing.spawn(write_on_rank, (tmp_path,), 2)
+    for rank in range(2):
+        told = (tmp_path / f'{rank}.txt').read_text()
+        assert told == repr(OSError('the weights are not finite'))
 
 
 def test_a_shard_holds_no_code(saved):

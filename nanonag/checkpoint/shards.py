@@ -81,49 +81,59 @@ def write(folder, tensors, group):
 
     tensors: DTensors in main memory. group: a gloo process group that nothing else uses. All ranks
     must call it. Returns {file name: digest} of the files of all ranks. Raises OSError on all ranks
-    if one of them could not write.
+    if one of them could not write or has values that are not finite.
     """
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed run may have left there
-    dist.barrier(group)
+    local = {key: tensor.to_local() for key, tensor in tensors.items()}
+    is_finite = all(tensor.isfinite().all() for tensor in local.values())
+    # All ranks have to agree before dcp.save, in which they wait for each other. Rank 0 has removed
+    # the folder by then.
+    if not all(gather(is_finite, group)):
+        raise OSError('the weights are not finite')
     problem = None
     digests = {}
     try:
-        digests = write_own_files(folder, tensors, group)
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+        digests = verify_own_files(folder, local)
     # dcp.save raises CheckpointException on every rank if one of them fails.
     except (Exception, CheckpointException) as error:
         problem = last_line(error)
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (problem, digests), group=group)
     all_digests = {}
-    for problem, digests in reports:
-        if problem is not None:
-            raise OSError(problem)
-        all_digests.update(digests)
+    for rank_problem, rank_digests in gather((problem, digests), group):
+        if rank_problem is not None:
+            raise OSError(rank_problem)
+        all_digests.update(rank_digests)
     return all_digests
 
 
-def write_own_files(folder, tensors, group):
-    """Writes this rank's part of the tensors; returns {file name: digest} of its files.
+def gather(value, group):
+    """The values of all ranks, a list by rank. All ranks must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
-    Raises OSError if the files do not hold exactly what was to be written.
+
+def verify_own_files(folder, local):
+    """Synchronizes this rank's files to the disk and reads them back.
+
+    A disk that stores something else is found out while the old checkpoint is still there.
+
+    local: {key: this rank's part of the tensor}. Returns {file name: digest}. Raises OSError if the
+    files do not hold exactly these parts.
     """
-    unwritten = {key: tensor.to_local() for key, tensor in tensors.items()}
-    if not all(tensor.isfinite().all() for tensor in unwritten.values()):
-        raise OSError('the weights are not finite')
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group)
+    missing = dict(local)
     digests = {}
     for path in Path(folder).glob(f'shard-{dist.get_rank() + 1:05d}-*.safetensors'):
         with open(path, 'rb') as file:
             os.fsync(file.fileno())
-        # Read back, while the old checkpoint is still there: a disk can store something else.
         stored = load_file(path)
         for key, tensor in stored.items():
-            if not torch.equal(unwritten.pop(key), tensor):
+            if not torch.equal(missing.pop(key), tensor):
                 raise OSError(f'{path.name} does not hold what was written')
         digests[path.name] = digest(stored)
-    for key, tensor in unwritten.items():
+    for key, tensor in missing.items():
         if tensor.numel() > 0:
             raise OSError(f'{key} was not written')
     return digests
