@@ -14,7 +14,7 @@ def main(argv):
     if len(argv) != 2 or any(argument.startswith('-') for argument in argv):
         raise UserError(
             f'{" ".join(argv) or "no arguments"}: write python checkpoint.py SOURCE TARGET, '
-            f'two names of files'
+            f'the names of two files'
         )
     source, target = map(Path, argv)
     if target.exists():

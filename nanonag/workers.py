@@ -1,4 +1,4 @@
-"""Processes that work for this one; no torch is imported here."""
+"""Worker processes. This module imports no torch, so that a worker starts quickly."""
 
 import multiprocessing
 import os
@@ -8,17 +8,23 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def worker_pool(count):
-    """A pool of `count` fresh processes that end with this one, whatever ends it: a killed parent's
-    would wait for ever."""
-    return ProcessPoolExecutor(count, multiprocessing.get_context('spawn'), end_with_parent)
+    """A ProcessPoolExecutor of `count` fresh processes, which end with this one.
+
+    Without that, the workers of a killed process would wait for work forever.
+    """
+    spawn = multiprocessing.get_context('spawn')
+    return ProcessPoolExecutor(count, spawn, initializer=end_with_parent)
 
 
 def end_with_parent():
-    # no traceback of theirs beside the parent's answer to Ctrl-C
+    """Makes this worker exit, whatever it is doing, as soon as its parent process ends."""
+    # On Ctrl-C the parent prints what there is to say; workers should add no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=exit_after_parent, daemon=True).start()
 
-    def wait():
-        multiprocessing.parent_process().join()
-        os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+def exit_after_parent():
+    parent = multiprocessing.parent_process()
+    assert parent is not None, 'only a worker has a parent'
+    parent.join()
+    os._exit(1)

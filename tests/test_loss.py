@@ -1,5 +1,4 @@
-"""The chunked head and cross-entropy against torch's own on full logits: value and both
-gradients."""
+"""The chunked head and cross-entropy against torch's on full logits: value and both gradients."""
 
 import pytest
 import torch
@@ -118,8 +117,7 @@ def test_bfloat16_autocast(chunk):
 
 
 def test_bfloat16_states_of_an_autocast_trunk(chunk):
-    """Under autocast the last LayerNorm may hand over bfloat16; the gradient goes back in that
-    type."""
+    """Under autocast the last LayerNorm may return bfloat16; the gradient has that dtype too."""
     x, w, targets = problem(torch.float32)
     x = x.detach().bfloat16().requires_grad_()
     with torch.autocast('cpu', torch.bfloat16):

@@ -24,13 +24,13 @@ from nanonag.metrics import Metrics, other_units
 
 
 def record_of_run(folder, step=0, **facts):
-    """A Metrics as train.py makes it."""
+    """The Metrics of a run, made as train.py makes it."""
     cfg = types.SimpleNamespace(out_dir=folder, wandb_log=False)
     return Metrics(cfg, {'config': {}, **facts}, step)
 
 
 class HalfAFile:
-    """Writes half of what it is given, then has no room."""
+    """A file on a full disk: writes half of what it is given, then raises an error."""
 
     def __init__(self, file):
         self.file = file
@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_written_at_the_start_is_a_users_mistake(tmp_pat
 
 
 def losses(count=200, spikes=(), seed=3):
-    """A falling, noisy curve with jumps of 0.5 at some places."""
+    """A falling, noisy curve with a jump of 0.5 at each index in `spikes`."""
     draw = random.Random(seed)
     return [2 + math.exp(-i / 20) + draw.gauss(0, 0.02) + 0.5 * (i in spikes) for i in range(count)]
 
@@ -146,8 +146,7 @@ def test_a_new_plateau_soon_is_none_either(tmp_path):
     ids=lambda stops: f'{len(stops)} stops from {stops[0]}',
 )
 def test_a_resumed_run_marks_the_same_spikes(tmp_path, stops):
-    """They depend on the losses before, which are read from the file: nothing else has to be
-    remembered."""
+    """A spike depends on the losses before it only, which are read from the file."""
     curve = losses(spikes={12, 90, 100, 150})
     for name, resumes in (('whole', []), ('resumed', stops)):
         (tmp_path / name).mkdir()

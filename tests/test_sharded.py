@@ -1,13 +1,15 @@
-"""Checkpoints in shards, on a process group of one: what a reader refuses, what a failed write
-leaves behind."""
+"""Sharded checkpoints, on a process group of one: what is refused, what a failure leaves behind."""
 
 import json
 import shutil
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import call, fresh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checkpoint as script
 from nanonag import checkpoint, parallel
@@ -108,8 +110,10 @@ def test_shards_that_nothing_names_are_deleted(saved, group):
 
 
 def test_a_best_written_late_keeps_the_newest_shards(saved, group, monkeypatch, capsys):
-    """best.pt of step 3 fails and is written with step 4's save, before ckpt.pt names step 4's
-    shards."""
+    """The best.pt of step 3 fails and is written by the save of step 4.
+
+    At that moment ckpt.pt does not name the shards of step 4 yet.
+    """
     folder, _ = saved
     model, optimizer = trained()
     saver, replace = Saver(folder, keep_last=1, last_step=2, group=group), saver_module.os.replace
@@ -178,7 +182,7 @@ def test_names_that_lead_elsewhere_are_refused(shards, saved):
     content = checkpoint.load(folder / 'ckpt.pt') | {'shards': shards}
     content['digest'] = checkpoint.digest(content)
     torch.save(content, folder / 'hostile.pt')
-    with pytest.raises(UserError, match='not readable as the shards|holds no `shards`'):
+    with pytest.raises(UserError, match='not readable as the shards|holds no usable `shards`'):
         read(folder / 'hostile.pt')
 
 
@@ -235,8 +239,31 @@ def test_weights_that_are_not_finite_are_not_saved(saved, group, capsys):
     assert not saver.wait() and read(folder / 'ckpt.pt')['step'] == 2
 
 
+def write_on_rank(rank, folder):
+    """Writes a tensor that is infinite on rank 0 only; every rank stores what it raised."""
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    weight = torch.ones(4, 2)
+    weight[0, 0] = float('inf')
+    mesh = init_device_mesh('cpu', (2,))
+    tensors = {'model.w': distribute_tensor(weight, mesh, [Shard(0)])}
+    # A deadlock would last for this time.
+    group = dist.new_group(backend='gloo', timeout=timedelta(seconds=60))
+    try:
+        sharded.write(folder / 'shards-00000001', tensors, group)
+    except Exception as error:
+        (folder / f'{rank}.txt').write_text(repr(error))
+    dist.destroy_process_group()
+
+
+def test_weights_that_are_not_finite_on_one_rank_fail_on_all_at_once(tmp_path):
+    torch.multiprocessing.spawn(write_on_rank, (tmp_path,), 2)
+    for rank in range(2):
+        told = (tmp_path / f'{rank}.txt').read_text()
+        assert told == repr(OSError('the weights are not finite'))
+
+
 def test_a_shard_holds_no_code(saved):
-    """Not even the library's own metadata file, which is a pickle."""
+    """Not even in the library's own metadata file, which would be a pickle."""
     folder, _ = saved
     for path in (folder / 'shards-00000002').iterdir():
         length = int.from_bytes(path.read_bytes()[:8], 'little')

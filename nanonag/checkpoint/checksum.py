@@ -5,27 +5,39 @@ import hashlib
 import torch
 
 
-def digest(value, sha=None):
-    """SHA-256 over the contents of nested dicts and lists of tensors and plain values, but a key
-    `digest`, as hex."""
-    top, sha = sha is None, sha or hashlib.sha256()
-    if top and isinstance(value, dict):
+def digest(value):
+    """SHA-256, in hex, over nested dicts, lists and tuples of tensors and plain values.
+
+    It depends on contents only, not on the order of a dict's keys or on how tensors are stored. If
+    `value` is a dict, its own entry `digest` is left out. Raises ValueError for a tensor with more
+    elements than its memory holds.
+    """
+    if isinstance(value, dict):
         value = {key: item for key, item in value.items() if key != 'digest'}
+    sha = hashlib.sha256()
+    _feed(sha, value)
+    return sha.hexdigest()
+
+
+def _feed(sha, value):
+    """Feeds a value and all that it contains to the hash."""
     if isinstance(value, torch.Tensor):
         if not is_stored(value):
             raise ValueError('a tensor larger than what the file stores of it')
         sha.update(f'{value.dtype}{tuple(value.shape)}'.encode())
         sha.update(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     elif isinstance(value, (dict, list, tuple)):
-        for item in sorted(value.items()) if isinstance(value, dict) else value:
-            digest(item, sha)
-        sha.update(f'end of {len(value)}'.encode())
+        items = sorted(value.items()) if isinstance(value, dict) else value
+        for item in items:
+            _feed(sha, item)
+        sha.update(f'end of {len(items)}'.encode())
     else:
         sha.update(repr(value).encode())
-    return sha.hexdigest() if top else None
 
 
 def is_stored(tensor):
-    """Whether its memory holds all its elements: strides of zero would make a tensor of any size of
-    one."""
+    """Whether the tensor's memory holds all of its elements.
+
+    A zero-stride tensor can claim more elements than the file stores.
+    """
     return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()

@@ -1,13 +1,4 @@
-"""Checkpoints: written so that a kill or a full disk at any moment leaves a good one, read so that
-no file can do harm.
-
-A run's folder holds ckpt.pt (the whole state), ckpt-STEP.pt (the keep_last before it), best.pt (the
-weights of the best validation loss) and `lock`, held by the run. A checkpoint is a dict of tensors
-and plain types with a digest of its contents. With --save_sharded the tensors lie beside it in
-shards-STEP/, and the dict names them (shards.py).
-
-    python checkpoint.py out/ckpt.pt whole.pt      one file of a sharded checkpoint
-"""
+"""The checkpoint format: what a file must hold, and how to read it so that no file can do harm."""
 
 import os
 import re
@@ -18,104 +9,136 @@ import torch
 
 from nanonag.checkpoint import shards
 from nanonag.checkpoint.checksum import digest, is_stored
+from nanonag.checkpoint.folder import history
 from nanonag.cli import UserError, warn, world
 
 VERSION = 1
-RESUMABLE = {  # what a resume takes from a full state as it is, and what that has to be
-    'step': lambda value: type(value) is int and value >= 0,
-    'skipped': lambda value: type(value) is int and value >= 0,
-    'best_val_loss': lambda value: isinstance(value, float),
-    'wandb_id': lambda value: value is None or isinstance(value, str),
-    'data': lambda value: (
-        isinstance(value, dict)
-        and value.keys() == {'train', 'val'}
-        and {type(sha) for sha in value.values()} == {str}
-    ),
-    'rng': lambda value: (
-        isinstance(value, list)
-        and all(isinstance(one, list) and one and all(map(torch.is_tensor, one)) for one in value)
-    ),
-    'optimizer': lambda value: (
-        isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
-    ),
-    'scaler': lambda value: isinstance(value, dict),
+
+# The keys of best.pt, all of which ckpt.pt has too; `shards` only where the weights are sharded.
+BEST_KEYS = ('version', 'model', 'shards', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')
+
+
+def is_dict(value):
+    return isinstance(value, dict)
+
+
+def is_dict_of_dicts(value):
+    return isinstance(value, dict) and all(map(is_dict, value.values()))
+
+
+def is_count(value):
+    return type(value) is int and value >= 0  # not isinstance: True is no count
+
+
+def is_float(value):
+    return isinstance(value, float)
+
+
+def is_text_or_none(value):
+    return value is None or isinstance(value, str)
+
+
+def is_split_digests(value):
+    """Whether it is {'train': text, 'val': text}."""
+    if not isinstance(value, dict) or value.keys() != {'train', 'val'}:
+        return False
+    return all(isinstance(sha, str) for sha in value.values())
+
+
+def is_rng_states(value):
+    """Whether it is a list, by rank, of non-empty lists of tensors."""
+    return isinstance(value, list) and all(map(is_rng_state, value))
+
+
+def is_rng_state(value):
+    return isinstance(value, list) and len(value) > 0 and all(map(torch.is_tensor, value))
+
+
+def is_weights(value, sharded):
+    """Whether it is a dict of floating-point tensors by name.
+
+    With `sharded` the tensors are stored elsewhere and may be None.
+    """
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        return False
+    return all(is_weight(item) or (sharded and item is None) for item in value.values())
+
+
+def is_weight(value):
+    return torch.is_tensor(value) and value.is_floating_point()
+
+
+# The entries of any checkpoint that have to be dicts where they are present.
+CONFIGS = ('gpt_config', 'train_config', 'shards')
+
+# What a resumed run takes from a full state as it is, with the predicate for each value. Together
+# with `train_config`, BEST_KEYS and `digest` these are all the keys of ckpt.pt.
+RESUMABLE = {
+    'step': is_count,
+    'skipped': is_count,
+    'best_val_loss': is_float,
+    'wandb_id': is_text_or_none,
+    'data': is_split_digests,
+    'rng': is_rng_states,
+    'optimizer': is_dict_of_dicts,
+    'scaler': is_dict,
 }
-# what best.pt holds of a state
-WEIGHTS = ('version', 'model', 'shards', 'gpt_config', 'step', 'best_val_loss', 'tokenizer')
-
-
-def examine(value, seen):
-    """ValueError unless `value` is nested of dicts, lists, tuples, plain values and whole tensors
-    in main memory.
-
-    No container may stand in two places (`seen` holds their ids): a small file could be of any size
-    to who walks it."""
-    if isinstance(value, torch.Tensor):
-        # a sparse one has no storage to ask and fails, too
-        if value.device.type != 'cpu' or not is_stored(value):
-            raise ValueError('a tensor that is not stored whole')
-    elif isinstance(value, (dict, list, tuple)):
-        if value and id(value) in seen:
-            raise ValueError('the same container in two places')
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            examine(item, seen)
-    elif not isinstance(value, (str, int, float, type(None))):
-        raise ValueError(f'a {type(value).__name__} that has no place in a checkpoint')
-
-
-def tensors(value):
-    """All tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
-
-
-def run_files(folder):
-    """The files of a run that are in the folder."""
-    named = (Path(folder) / name for name in ('ckpt.pt', 'best.pt', 'metrics.jsonl'))
-    return [path for path in named if path.exists()] + history(folder) + shards.folders(folder)
-
-
-def history(folder):
-    """The ckpt-STEP.pt files, newest first."""
-    return sorted(
-        (p for p in Path(folder).glob('ckpt-*.pt') if re.fullmatch(r'ckpt-\d{8,}\.pt', p.name)),
-        reverse=True,
-    )
 
 
 def read(path, whole=True):
-    """The checked dict in a checkpoint file of ours or of nanoGPT; UserError for anything else. No
-    code of it is run.
+    """The checked dict in a checkpoint file of ours or of nanoGPT; no code in the file is run.
 
-    The tensors of a sharded checkpoint are read and put together, or with whole=False only checked,
-    and None in the dict."""
+    The tensors of a sharded checkpoint are read and put together; with whole=False they are only
+    checked and are None in the dict. Raises UserError for a file that is not a whole checkpoint.
+    """
     state = load(path)
-    return with_shards(state, Path(path).parent, whole) if 'shards' in state else state
+    if 'shards' not in state:
+        return state
+    return with_shards(state, Path(path).parent, whole)
+
+
+def read_latest(folder, whole=True, best=False):
+    """The newest readable full state in a run's folder, as a dict; None if there is no file.
+
+    With best=True best.pt is preferred if it is readable; `whole` is that of `read`. Falls back to
+    an older file with a warning. Raises UserError if there are files and none is readable.
+    """
+    folder = Path(folder)
+    candidates = [folder / 'ckpt.pt', *history(folder)]
+    if best:
+        candidates.insert(0, folder / 'best.pt')
+    candidates = [path for path in candidates if os.path.exists(path)]
+    if not candidates:
+        return None
+    for path, fallback in zip(candidates, candidates[1:]):
+        try:
+            return read(path, whole)
+        except UserError as error:
+            if world()[0] == 0:
+                warn(f'{error}; falling back to {fallback.name}')
+    return read(candidates[-1], whole)
 
 
 def with_shards(state, folder, whole=True):
-    """A sharded checkpoint's dict with its tensors, put together; with whole=False as it is, the
-    shards only checked."""
-    tensors = shards.read(
-        folder, state['shards'], whole, prefix='' if 'optimizer' in state else 'model.'
-    )
-    return shards.joined(state, tensors, folder) if whole else state
+    """A sharded checkpoint's dict, its tensors read from `folder` and put in.
+
+    With whole=False the shards are only checked and the dict is returned as it is. Raises UserError
+    if a shard is missing or damaged.
+    """
+    prefix = '' if 'optimizer' in state else 'model.'  # best.pt needs the weights only
+    tensors = shards.read(folder, state['shards'], whole, prefix)
+    return shards.join(state, tensors, folder) if whole else state
 
 
 def load(path):
-    """`read` without the shards."""
+    """As `read`, but the tensors of a sharded checkpoint stay None and its shards unread."""
     if os.path.exists(path) and not os.path.isfile(path):
-        # a device or pipe has no end
+        # Reading a device or a pipe might never end.
         raise UserError(f'{path}: not a readable checkpoint (not a file)')
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError('packed: it would take any amount of memory')
-        return checked(torch.load(path, map_location='cpu', weights_only=True, mmap=True), path)
+        require_uncompressed(path)
+        content = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return checked(content, path)
     except UserError:
         raise
     except FileNotFoundError:
@@ -123,77 +146,116 @@ def load(path):
             f'{path}: no such checkpoint; train one first or give the right --out_dir'
         ) from None
     except Exception as error:  # a damaged or hostile file can fail anywhere in the unpickler
-        raise UserError(
-            f'{path}: not a readable checkpoint ({(str(error).strip() or type(error).__name__).splitlines()[0]:.200})'
-        ) from None
+        raise UserError(f'{path}: not a readable checkpoint ({first_line(error):.200})') from None
 
 
-def checked(state, path):
-    """The dict that was in a file, in our terms; UserError if it is not a whole checkpoint."""
-    nanogpt = isinstance(state, dict) and 'model_args' in state
-    if nanogpt:
-        state = from_nanogpt(state)
-    elif not isinstance(state, dict) or state.get('version') != VERSION:
-        version = state.get('version') if isinstance(state, dict) else None
-        # which may print without end
-        version = version if isinstance(version, (int, str)) else f'a {type(version).__name__}'
-        raise UserError(
-            f'{path}: not a checkpoint of this program (version {version!r:.20}, expected {VERSION})'
-        )
-    examine(state, set())
-    if not nanogpt and state.get('digest') != digest(state):
-        raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
-    weights, elsewhere = state.get('model'), 'shards' in state
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str)
-        and (w is None and elsewhere or torch.is_tensor(w) and w.is_floating_point())
-        for name, w in weights.items()
-    ):
-        raise UserError(f'{path}: holds no weights under `model`')
-    for config, required in (('gpt_config', True), ('train_config', False), ('shards', False)):
-        if not isinstance(state.get(config, None if required else {}), dict):
-            raise UserError(f'{path}: holds no `{config}`')
-    if wrong := [
-        name
-        for name, is_good in RESUMABLE.items()
-        if 'train_config' in state and name in state and not is_good(state[name])
-    ]:
-        raise UserError(f'{path}: holds no usable `{wrong[0]}`')
+def require_uncompressed(path):
+    """ValueError for a compressed archive: a small file could expand to any amount of memory."""
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError('compressed: it could expand to any amount of memory')
+
+
+def checked(content, path):
+    """The dict for what torch.load found in a file, translated if it is nanoGPT's.
+
+    Raises UserError, or ValueError from `examine`, unless it is a complete checkpoint.
+    """
+    if is_dict(content) and 'model_args' in content:
+        state = from_nanogpt(content)
+        examine(state)
+    else:
+        require_version(content, path)
+        examine(content)
+        if content.get('digest') != digest(content):
+            raise UserError(f'{path}: its contents do not match its digest; the file is damaged')
+        state = content
+    require_usable(state, path)
     return state
 
 
-def read_latest(folder, whole=True, best=False):
-    """The newest readable full state of a run's folder (`whole` as in read), or its best weights if
-    they are asked for and readable; None if there is no file at all, UserError if none is
-    readable."""
-    folder, failed = Path(folder), None
-    candidates = [
-        p
-        for p in ([folder / 'best.pt'] * best + [folder / 'ckpt.pt', *history(folder)])
-        if os.path.exists(p)
-    ]
-    for path, following in zip(candidates, [*candidates[1:], None]):
-        try:
-            return read(path, whole)
-        except UserError as error:
-            if following and world()[0] == 0:
-                warn(f'{error}; falling back to {following.name}')
-            failed = error
-    if failed:
-        raise failed
-    return None
+def require_version(content, path):
+    """UserError unless the content is a dict of this program's version."""
+    version = content.get('version') if is_dict(content) else None
+    if not isinstance(version, (int, str)):
+        # Any other object could take forever to print, or to compare.
+        version = f'a {type(version).__name__}'
+    if version != VERSION:
+        raise UserError(
+            f'{path}: not a checkpoint of this program (version {version!r:.20}, '
+            f'expected {VERSION})'
+        )
 
 
-def from_nanogpt(state):
-    """A nanoGPT checkpoint's dict in our terms: its weights, in update='gd'."""
-    arguments = state['model_args'] if isinstance(state['model_args'], dict) else {}
-    prefix = re.compile(r'^(_orig_mod\.|module\.)+')  # compile's and DDP's
-    weights = {prefix.sub('', name): w for name, w in state['model'].items()}
-    # its causal mask
-    weights = {name: w for name, w in weights.items() if not name.endswith('.attn.bias')}
+def require_usable(state, path):
+    """UserError naming the first entry that is missing or of a wrong kind."""
+    if not is_weights(state.get('model'), sharded='shards' in state):
+        raise UserError(f'{path}: holds no weights under `model`')
+    if 'gpt_config' not in state:
+        raise UserError(f'{path}: holds no `gpt_config`')
+    predicates = dict.fromkeys(CONFIGS, is_dict)
+    if 'train_config' in state:  # a full state
+        predicates |= RESUMABLE
+    for name, is_usable in predicates.items():
+        if name in state and not is_usable(state[name]):
+            raise UserError(f'{path}: holds no usable `{name}`')
+
+
+def examine(value):
+    """ValueError unless `value` is made of dicts, lists, tuples, plain values and stored tensors.
+
+    A container may stand in one place only: a small file could otherwise unfold to any size for
+    whoever walks through it.
+    """
+    _examine(value, set())
+
+
+def _examine(value, seen):
+    """`seen` holds the ids of the containers met so far."""
+    if isinstance(value, torch.Tensor):
+        # is_stored raises an exception for a sparse tensor, which has no storage.
+        if value.device.type != 'cpu' or not is_stored(value):
+            raise ValueError('a tensor that is not stored whole')
+    elif isinstance(value, (dict, list, tuple)):
+        if value and id(value) in seen:
+            raise ValueError('the same container in two places')
+        seen.add(id(value))
+        for item in children(value):
+            _examine(item, seen)
+    elif not isinstance(value, (str, int, float, type(None))):
+        raise ValueError(f'a {type(value).__name__} that has no place in a checkpoint')
+
+
+def tensors(value):
+    """Yields all tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in children(value):
+            yield from tensors(item)
+
+
+def children(container):
+    """The values of a dict, the items of a list or tuple."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def from_nanogpt(content):
+    """A nanoGPT checkpoint's dict in our terms: its weights, with update='gd'."""
+    arguments = content['model_args'] if is_dict(content['model_args']) else {}
+    wrappers = re.compile(r'^(_orig_mod\.|module\.)+')  # of torch.compile and DDP
+    weights = {}
+    for name, weight in content['model'].items():
+        if not name.endswith('.attn.bias'):  # a causal mask, which nanoGPT stores as a buffer
+            weights[wrappers.sub('', name)] = weight
     return {
         'version': VERSION,
         'model': weights,
         'gpt_config': {'update': 'gd', **arguments},
-        'step': state.get('iter_num', 0),
+        'step': content.get('iter_num', 0),
     }
+
+
+def first_line(error):
+    """The first line of an exception's message, or its class name if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

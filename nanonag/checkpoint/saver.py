@@ -1,9 +1,7 @@
-"""Writing checkpoints: a thread for each write, a lock for each run, and a good file at any moment."""
+"""Writing checkpoints in the background, so that a complete one is there at any moment."""
 
-import errno
 import math
 import os
-import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,167 +11,210 @@ from torch.distributed.tensor import DTensor
 
 from nanonag.checkpoint import shards
 from nanonag.checkpoint.checksum import digest
-from nanonag.checkpoint.format import WEIGHTS, history, load, run_files, tensors
+from nanonag.checkpoint.folder import history, run_files
+from nanonag.checkpoint.format import BEST_KEYS, first_line, load, tensors
 from nanonag.cli import UserError, warn, world
-from nanonag.files import sync_folder
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-
-def is_finite(tensor):
-    """As tensor.isfinite().all(), but 30 times as fast: NaN and infinity show in the extremes."""
-    return not tensor.numel() or all(extreme.isfinite() for extreme in tensor.aminmax())
-
-
-def snapshot(value, into=None, copies=None):
-    """A copy in main memory that training can't change any more, made in the memory of the snapshot
-    `into` where it fits.
-
-    Fresh memory costs more than the copy. From a GPU it is page-locked, which is several times as
-    fast; the caller has to synchronize. Tensors that share their memory, as tied weights do, still
-    do so (`copies`: those made so far)."""
-    copies = {} if copies is None else copies
-    if isinstance(value, DTensor):
-        return value.detach().to('cpu', copy=True)
-    if isinstance(value, torch.Tensor):
-        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if key not in copies:
-            if not isinstance(into, torch.Tensor) or (into.shape, into.dtype) != (
-                value.shape,
-                value.dtype,
-            ):
-                into = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            copies[key] = into.copy_(value.detach(), non_blocking=value.is_cuda)
-        return copies[key]
-    if isinstance(value, dict):
-        return {
-            key: snapshot(item, into.get(key) if isinstance(into, dict) else None, copies)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        before = into if isinstance(into, list) and len(into) == len(value) else [None] * len(value)
-        return [snapshot(item, old, copies) for item, old in zip(value, before)]
-    return value
+from nanonag.files import sync_folder, temporary_path, write_atomically
 
 
 class Saver:
-    """Writes checkpoints into `folder` from a thread of its own: training waits for the copy in
-    memory only.
+    """Writes the checkpoints of a run from a background thread.
 
-    `group`: a gloo group of its own, if every rank writes its shard of the tensors; without, there
-    is one Saver, on rank 0."""
+    Training waits only while its state is copied in memory, and for the write before if that has
+    not ended.
+
+    folder: the run's folder. keep_last: how many ckpt-STEP.pt are kept beside ckpt.pt. last_step,
+    best_val_loss: those of the ckpt.pt that is in the folder already, for a resumed run. group: a
+    gloo process group for this Saver alone, if every rank has one and writes its own shard of the
+    tensors; None if there is one Saver, on rank 0.
+    """
 
     def __init__(self, folder, keep_last=1, last_step=None, best_val_loss=math.inf, group=None):
-        self.folder, self.keep_last, self.group = Path(folder), keep_last, group
-        self.last_step, self.best_val_loss = last_step, best_val_loss  # of the ckpt.pt in place
-        self.best = None  # what best.pt shall hold and does not yet
-        self.pending, self.memory = None, None
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.group = group
+        self.last_step = last_step
+        self.best_val_loss = best_val_loss
+        self.pending_best = None  # what best.pt should hold and does not hold yet
+        self.pending_write = None  # the future of the write under way, or of the last one
+        self.memory = None  # the last snapshot, whose memory the next one takes over
 
     def save(self, state, best=False):
-        """Hands a full state over as ckpt.pt, and its weights as best.pt; waits for the write
-        before it only.
+        """Hands over a full state to be written as ckpt.pt and, with best=True, as best.pt.
 
-        What goes wrong is told, not raised: the run goes on and tries again at the next save. Then
-        best.pt gets the weights it should have had; until it has them, ckpt.pt keeps the
-        best_val_loss of the best.pt in place, so that a run resumed from there replaces it with
-        whatever is better."""
+        A write that fails gives a warning, not an exception: the run goes on and the next save
+        tries again. That save also writes the best.pt that is missing. Until then ckpt.pt keeps
+        the best_val_loss of the best.pt in place, so that a run resumed from it replaces best.pt
+        by anything better.
+        """
         self.wait()
         self.memory = state = snapshot(state, self.memory)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        # A thread for each write: one that stays keeps OpenMP workers, and as soon as there are
-        # more of them than cores, all
-        # of OpenMP changes from spinning to sleeping. Small models trained at 0.6 times the speed
-        # after their first save.
+        # A new thread for each write. A thread that stays keeps OpenMP workers, and once there are
+        # more of those than cores, all of OpenMP changes from spinning to sleeping: small models
+        # trained at 0.6 times the speed after their first save.
         pool = ThreadPoolExecutor(1)
-        self.pending = pool.submit(self.write_all, state, best)
+        self.pending_write = pool.submit(self.write_all, state, best)
         pool.shutdown(wait=False)
 
     def wait(self):
-        """Returns whether the last write succeeded (True if there was none)."""
-        return self.pending is None or self.pending.result()
+        """Waits for the last write. Returns whether it succeeded, True if there was none."""
+        return self.pending_write is None or self.pending_write.result()
 
     def write_all(self, state, best):
+        """Writes the shards of a full state, best.pt and ckpt.pt; returns whether all succeeded."""
         if self.group is not None:
-            state, parts = shards.split(state)
-            folder = self.folder / f'shards-{state["step"]:08d}'
+            shards_folder = self.folder / f'shards-{state["step"]:08d}'
             try:
-                state['shards'] = {
-                    'folder': folder.name,
-                    'files': shards.write(folder, parts, self.group),
-                }
+                state = self.write_shards(state, shards_folder)
             except OSError as error:
-                return self.failed(folder, error)
+                return self.failed(shards_folder, error)
             if world()[0] > 0:
                 return True
         if not all(is_finite(t) for t in tensors([state['model'], state['optimizer']])):
             warn(
-                f'{self.folder}: step {state["step"]} was NOT saved: it is not finite; the previous checkpoint is untouched'
+                f'{self.folder}: step {state["step"]} was NOT saved: it is not finite; '
+                f'the previous checkpoint is untouched'
             )
             return False
         if best:
-            self.best = {key: state[key] for key in WEIGHTS if key in state}
-        if self.best:  # first: after a kill between the two, it is found again
-            # `memory` is overwritten at the next save
-            self.best = None if self.write('best.pt', self.best) else snapshot(self.best)
-        self.best_val_loss = self.best_val_loss if self.best else state['best_val_loss']
-        return (
-            self.write('ckpt.pt', {**state, 'best_val_loss': self.best_val_loss}) and not self.best
-        )
+            self.pending_best = {key: state[key] for key in BEST_KEYS if key in state}
+        # best.pt comes first: a run killed between the two writes resumes from before this step,
+        # and comes to this best loss again.
+        if self.pending_best is not None:
+            if self.write('best.pt', self.pending_best):
+                self.pending_best = None
+            else:
+                # A copy, since the next save overwrites this snapshot.
+                self.pending_best = snapshot(self.pending_best)
+        if self.pending_best is None:
+            self.best_val_loss = state['best_val_loss']
+        written = self.write('ckpt.pt', {**state, 'best_val_loss': self.best_val_loss})
+        return written and self.pending_best is None
+
+    def write_shards(self, state, folder):
+        """Writes this rank's shard; returns the state without its sharded tensors.
+
+        The entry `shards` names the files of all ranks. Raises OSError, on all ranks, if one of
+        them could not write.
+        """
+        state, sharded_tensors = shards.split(state)
+        files = shards.write(folder, sharded_tensors, self.group)
+        return {**state, 'shards': {'folder': folder.name, 'files': files}}
 
     def write(self, name, state):
+        """Writes the state, with its digest, as the file `name`; returns whether it succeeded."""
         path = self.folder / name
-        temporary = path.with_suffix('.tmp')
-        try:
-            if not self.folder.exists():
-                warn(f'{self.folder} has VANISHED with what it held; making it again')
-                # but nothing above it: a disk that is gone must not be written beside
-                self.folder.mkdir()
-            state['digest'] = digest(state)
-            with open(temporary, 'wb') as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            load(temporary)  # a disk that lies is found out while the old file is still there
-            if name == 'ckpt.pt':
+        is_latest = name == 'ckpt.pt'
+
+        def before_rename(temporary):
+            # Read back, while the old file is still there: a disk can store something else.
+            load(temporary)
+            if is_latest:
                 self.retire(path)
-            os.replace(temporary, path)
-            if name == 'ckpt.pt':
+
+        try:
+            self.restore_folder()
+            content = {**state, 'digest': digest(state)}
+            write_atomically(path, lambda file: torch.save(content, file), before_rename)
+            if is_latest:
                 self.last_step = state['step']
             sync_folder(self.folder)
-        # torch's writer turns disk errors into RuntimeError
+        # torch.save turns errors of the disk into RuntimeError; UserError is a ValueError.
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            delete([temporary])
+            delete([temporary_path(path)])
             return self.failed(path, error)
-        if name == 'ckpt.pt':  # not before: it names the newest shards
+        if is_latest:  # only then is it certain which files are still needed
             delete(history(self.folder)[self.keep_last :])
-            remove_idle_shards(self.folder, self.best)
+            remove_unused_shards(self.folder, self.pending_best)
         return True
 
+    def restore_folder(self):
+        """Makes the run's folder again, with a warning, if it has been removed.
+
+        Nothing above it is made: if a disk was unmounted, nothing may be written in its place.
+        """
+        if not self.folder.exists():
+            warn(f'{self.folder} has VANISHED with all that it held; making it again')
+            self.folder.mkdir()
+
     def failed(self, path, error):
+        """Warns that `path` could not be written; returns False."""
         warn(
-            f'{path} was NOT saved: {(str(error) or type(error).__name__).splitlines()[0]}; the previous one is untouched; will '
-            f'try again at the next save'
+            f'{path} was NOT saved: {first_line(error)}; the previous one is untouched; '
+            f'will try again at the next save'
         )
         return False
 
     def retire(self, path):
-        """Keeps the ckpt.pt in place as ckpt-STEP.pt, too, before another takes its name."""
-        if path.exists() and self.last_step is not None and self.keep_last:
-            old = path.with_name(f'ckpt-{self.last_step:08d}.pt')
-            if old.exists():  # what a damaged ckpt.pt was resumed from
-                return
-            try:
-                os.link(path, old)  # both names at once: no moment without a ckpt.pt
-            except OSError:
-                os.replace(path, old)  # a file system without links
+        """Keeps the ckpt.pt in place as ckpt-STEP.pt, before another file takes its name."""
+        if not path.exists() or self.last_step is None or self.keep_last == 0:
+            return
+        kept = path.with_name(f'ckpt-{self.last_step:08d}.pt')
+        if kept.exists():
+            # ckpt.pt was damaged and the run resumed from this file, which has to stay.
+            return
+        try:
+            os.link(path, kept)  # so that there is no moment without a ckpt.pt
+        except OSError:
+            os.replace(path, kept)  # on a file system without links
+
+
+def snapshot(value, previous=None):
+    """A copy, in main memory, of nested dicts, lists and tuples of tensors and plain values.
+
+    `previous`, an earlier snapshot, gives its memory to tensors of the same place, shape and dtype:
+    fresh memory costs more than the copy. Tensors that share their memory, as tied weights do,
+    share it in the copy too. Copies from a GPU go to page-locked memory, which is several times as
+    fast, and are asynchronous: the caller has to synchronize. Tuples become lists.
+    """
+    return _snapshot(value, previous, {})
+
+
+def _snapshot(value, previous, copies):
+    """`copies`: the tensors copied so far, by the memory that they were copied from."""
+    if isinstance(value, DTensor):
+        return value.detach().to('cpu', copy=True)
+    if isinstance(value, torch.Tensor):
+        memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if memory not in copies:
+            copies[memory] = copy_tensor(value, previous)
+        return copies[memory]
+    if isinstance(value, dict):
+        if not isinstance(previous, dict):
+            previous = {}
+        return {key: _snapshot(item, previous.get(key), copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        if not isinstance(previous, list) or len(previous) != len(value):
+            previous = [None] * len(value)
+        return [_snapshot(item, old, copies) for item, old in zip(value, previous)]
+    return value
+
+
+def copy_tensor(tensor, previous):
+    """A copy of a tensor in main memory: in `previous` if that is a tensor that fits."""
+    fits = (
+        isinstance(previous, torch.Tensor)
+        and previous.shape == tensor.shape
+        and previous.dtype == tensor.dtype
+    )
+    if not fits:
+        previous = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return previous.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def is_finite(tensor):
+    """Whether all elements are finite.
+
+    NaN and infinity show in the minimum or the maximum, which takes a thirtieth of the time of
+    tensor.isfinite().all().
+    """
+    return tensor.numel() == 0 or all(extreme.isfinite() for extreme in tensor.aminmax())
 
 
 def delete(paths):
-    """Deletes files that nobody needs any more; what can't be deleted is told, as it takes room."""
+    """Deletes files that are not needed; warns of one that cannot be deleted and takes up space."""
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -181,67 +222,22 @@ def delete(paths):
             warn(f'{path}: cannot be deleted ({error.strerror})')
 
 
-def claim(folder):
-    """Makes the folder if need be and locks it for this process -> the open lock file, to be kept
-    open for as long.
+def remove_unused_shards(folder, pending):
+    """Deletes the folders of shards that neither a readable checkpoint nor `pending` names.
 
-    The lock is the system's (POSIX, on the file `lock`): it ends with the process, however that
-    ends, is not inherited by others, and holds between machines where the file system passes it on.
-    Deletes what a killed process left half written. Raises UserError if another process holds the
-    lock or the folder cannot be written."""
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / 'lock', 'a+', encoding='utf-8')
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            lock.seek(0)
-            raise UserError(
-                f'out_dir={folder}: process {lock.read().strip()} is training in it; wait for it or stop it, or choose '
-                f'another --out_dir'
-            ) from None
-        except OSError as error:
-            warn(
-                f'{folder}: no locks on this file system ({error.strerror}); see to it yourself that no second run writes into it'
-            )
-        lock.truncate(0)
-        lock.write(f'{os.getpid()} on {platform.node()}\n')
-        lock.flush()
-        for name in ('ckpt.tmp', 'best.tmp', 'metrics.tmp'):
-            (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(
-            f'out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir'
-        ) from None
-    return lock
-
-
-def clear(folder):
-    """Deletes the files of a run in the folder; UserError if that cannot be done."""
-    try:
-        for path in run_files(folder):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    except OSError as error:
-        raise UserError(
-            f'out_dir={folder}: cannot be written ({error.strerror}); choose another --out_dir'
-        ) from None
-
-
-def remove_idle_shards(folder, pending=None):
-    """Deletes the shards that no readable checkpoint of the folder names, nor the dict
-    `pending`."""
-    if not (idle := {path.name: path for path in shards.folders(folder)}):
+    `pending`: the dict of a checkpoint that is still to be written, or None.
+    """
+    shard_folders = shards.folders(folder)
+    if not shard_folders:
         return
-    states = [pending or {}]
+    states = [] if pending is None else [pending]
     for path in run_files(folder):
-        try:
-            states += [load(path)] if path.suffix == '.pt' else []
-        except UserError:  # what it named is of no use
-            pass
-    for name in idle.keys() - {
-        str(state['shards'].get('folder')) for state in states if 'shards' in state
-    }:
-        shutil.rmtree(idle[name], ignore_errors=True)
+        if path.suffix == '.pt':
+            try:
+                states.append(load(path))
+            except UserError:
+                pass  # nothing can be restored from it, with or without its shards
+    used = {str(state['shards'].get('folder')) for state in states if 'shards' in state}
+    for path in shard_folders:
+        if path.name not in used:
+            shutil.rmtree(path, ignore_errors=True)
