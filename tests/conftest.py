@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from model import GPT, SCHEMES, GPTConfig
+from nanonag import checkpoint
 from nanonag.cli import UserError
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -229,6 +231,53 @@ def run_train(*args, **options):
     process = start_train(*args, **options)
     stdout, stderr = process.communicate(timeout=100)
     return process.returncode, stdout, stderr, records(args[1])
+
+
+def is_training(record):
+    return 'loss' in record
+
+
+def is_evaluation(record):
+    return 'val_loss' in record
+
+
+def metrics(run, after=0):
+    """Training and evaluation records past a step, of an Outcome or a list, without what no two
+    runs share."""
+    found = run if isinstance(run, list) else run.records
+    return [
+        {key: value for key, value in record.items() if key != 'tokens_per_s'}
+        for record in found
+        if 'config' not in record and record['step'] > after
+    ]
+
+
+ESSENCE = ('model', 'optimizer', 'scaler', 'step', 'best_val_loss', 'skipped', 'rng', 'data')
+
+
+def essence(path):
+    """Digests of all that goes on mattering in a checkpoint."""
+    state = checkpoint.read(path)
+    return {key: checkpoint.digest(state[key]) for key in ESSENCE}
+
+
+def contents(folder):
+    """{file name: digest of its bytes}, None if there is no such folder."""
+    if not folder.exists():
+        return None
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def goes_on(folder, source, name='ckpt-00000004.pt'):
+    """A folder as it was when its run was killed after the checkpoint `name` of `source`, some
+    records later."""
+    folder.mkdir()
+    shutil.copy(source / name, folder / 'ckpt.pt')
+    shutil.copy(source / 'metrics.jsonl', folder)
+    return folder
 
 
 @pytest.fixture(scope='session')
