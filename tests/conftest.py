@@ -280,6 +280,26 @@ def goes_on(folder, source, name='ckpt-00000004.pt'):
     return folder
 
 
+def on_steps(action, patch=setattr):
+    """Makes train.py call action(step) as each step begins, from 0 on; `patch` sets an
+    attribute."""
+    import train as script
+
+    multiplier = script.lr_multiplier
+
+    def watched(step, cfg):
+        action(step)
+        return multiplier(step, cfg)
+
+    patch(script, 'lr_multiplier', watched)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(action): runs of this test call action(step) as each step begins, from 0 on."""
+    return lambda action: on_steps(action, monkeypatch.setattr)
+
+
 @pytest.fixture(scope='session')
 def finished(data_folder, tmp_path_factory):
     """The folder of a finished run of 6 steps; to be read only."""

@@ -50,12 +50,9 @@ def test_thirty_steps_lower_the_loss(update, optimizer, data_folder, tmp_path):
 
 
 @pytest.mark.parametrize('max_iters', [0, 1, 7])
-def test_max_iters_is_the_number_of_updates(max_iters, data_folder, tmp_path, monkeypatch):
+def test_max_iters_is_the_number_of_updates(max_iters, data_folder, tmp_path, at_step):
     steps = []
-    multiplier = script.lr_multiplier
-    monkeypatch.setattr(
-        script, 'lr_multiplier', lambda step, cfg: steps.append(step) or multiplier(step, cfg)
-    )
+    at_step(steps.append)
     outcome = train(data_folder, tmp_path, max_iters=max_iters, eval_interval=5)
     assert steps == list(range(max_iters))
     assert [record['step'] for record in outcome.records if is_training(record)] == list(
@@ -611,6 +608,7 @@ def test_wandb_gets_the_records_and_goes_on_in_the_same_run(data_folder, tmp_pat
     wandb.init, wandb.__spec__ = init, ModuleSpec('wandb', None)
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     train(data_folder, tmp_path / 'run', wandb_log=True, wandb_project='streams', max_iters=2)
+    assert read(tmp_path / 'run' / 'ckpt.pt')['wandb_id'] == 'new'
     outcome = train(data_folder, tmp_path / 'run', wandb_log=True, init_from='resume', max_iters=4)
     assert [
         (start['project'], start['name'], start['id'], start['resume']) for start in starts
@@ -620,6 +618,7 @@ def test_wandb_gets_the_records_and_goes_on_in_the_same_run(data_folder, tmp_pat
         record for record in outcome.records if 'config' not in record
     ]
     assert all(step == record['step'] for step, record in logged)
+    assert read(tmp_path / 'run' / 'ckpt.pt')['wandb_id'] == 'new'
 
 
 def test_a_compiled_run_saves_plain_names(data_folder, tmp_path, monkeypatch):
