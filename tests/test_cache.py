@@ -80,7 +80,7 @@ def test_full_cache_refuses_more(update):
         model(tokens(T=1), cache=cache)
 
 
-# ---- generate --------------------------------------------------------------------------------------------------------
+# ---- generate ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -267,7 +267,7 @@ def test_generates_under_autocast(update, use_cache):
         assert model.generate(tokens(), 2 * BLOCK, use_cache=use_cache).shape == (2, 7 + 2 * BLOCK)
 
 
-# ---- Decoder: the fast way to the same tokens ---------------------------------------------------------------------------
+# ---- Decoder: the fast way to the same tokens ----------------------------------------------------
 
 
 @pytest.fixture(params=['eager', 'static'])
