@@ -29,22 +29,24 @@ torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 TINY = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=13, block_size=8)
 
 
+CHOICES = dict(  # of a scheme that is not normalized; the defaults come first
+    pos=['learned', 'rope'],
+    mlp=['gelu', 'swiglu'],
+    tie_weights=[True, False],
+    bias=[False, True],
+    velocity_init=['learned', 'zero'],
+)
+
+
 def variants(update):
     """Every GPTConfig choice that applies to the scheme, as keyword arguments."""
     rule, _ = SCHEMES[update]
     if rule.normalized:  # one architecture: RoPE, SwiGLU, untied, no biases
         return [dict(update=update)]
-    choices = dict(
-        pos=['learned', 'rope'],
-        mlp=['gelu', 'swiglu'],
-        tie_weights=[True, False],
-        bias=[False, True],
-    )
-    if rule.uses_velocity:
-        choices['velocity_init'] = ['learned', 'zero']
+    names = [name for name in CHOICES if name != 'velocity_init' or rule.uses_velocity]
     return [
-        dict(update=update, **dict(zip(choices, values)))
-        for values in itertools.product(*choices.values())
+        dict(update=update, **dict(zip(names, values)))
+        for values in itertools.product(*(CHOICES[name] for name in names))
     ]
 
 
@@ -62,6 +64,66 @@ def update(request):
 @pytest.fixture(params=[kwargs for update in SCHEMES for kwargs in variants(update)], ids=describe)
 def variant(request):
     return request.param
+
+
+# Tiers: `-m quick` is the equations, gradients and options, a training run and its resume.
+
+QUICK_FILES = {
+    'test_cache.py',
+    'test_config.py',
+    'test_dataloader.py',
+    'test_loss.py',
+    'test_metrics.py',
+    'test_model.py',
+    'test_optim.py',
+    'test_repository.py',
+    'test_sphere.py',
+    'test_tokenizer.py',
+    'test_train_refuse.py',
+    'test_updates.py',
+}
+QUICK_TESTS = {  # of other files
+    'test_records',
+    'test_the_rate_in_the_records_is_the_schedules',
+    'test_accumulation_is_one_larger_batch',
+    'test_thirty_steps_lower_the_loss[lt_nag-muon]',
+    'test_thirty_steps_lower_the_loss[ngpt-adamw]',
+    'test_a_resumed_run_equals_the_uninterrupted_one_bitwise[lt_nag-muon]',
+    'test_a_resumed_run_equals_the_uninterrupted_one_bitwise[ngpt-adamw]',
+    'test_resume_keeps_the_options_that_are_not_given',
+}
+SLOW_TESTS = {  # of those files: compilers, processes, statistics over many draws
+    'test_a_compiled_step_gives_the_eager_logits',
+    'test_compiled',
+    'test_compiled_training_step',
+    'test_compiles_without_a_graph_break',
+    'test_every_place_of_an_epoch_is_equally_likely',
+    'test_from_pretrained',
+    'test_nothing_but_a_user_error',
+    'test_parameter_count_on_the_sphere',
+    'test_a_users_mistake_is_one_line_of_the_program',
+}
+LONG_FILES = ['test_distributed.py', 'test_bench.py', 'test_chaos.py', 'test_cache.py']
+
+
+def is_quick(item):
+    """Whether a test belongs to the tier `quick`; of the variants those that differ from a
+    scheme's default in one choice at most."""
+    variant = item.callspec.params.get('variant', {}) if hasattr(item, 'callspec') else {}
+    if sum(variant[name] != CHOICES[name][0] for name in CHOICES.keys() & variant) > 1:
+        return False
+    if item.path.name in QUICK_FILES:
+        return getattr(item, 'originalname', item.name) not in SLOW_TESTS
+    return bool(QUICK_TESTS & {item.name, getattr(item, 'originalname', None)})
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the quick tests; the longest files come first, so that no worker ends with one."""
+    for item in items:
+        if is_quick(item):
+            item.add_marker('quick')
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def fresh(**kwargs):
