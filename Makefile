@@ -2,6 +2,10 @@
 # equations and one run; check: lint, format and types. Each installs what it needs into .venv first.
 PYTHON ?= python3
 RUN = .venv/bin/python
+# A file's tests share their fixtures, so each file goes to one worker; four of them at most, since
+# some tests start processes of their own. Models are tiny: more threads would only wait.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses=4 --dist=loadfile \
+	--no-loadscope-reorder
 
 .PHONY: demo test quick check clean
 demo: .venv/requirements
@@ -12,10 +16,10 @@ demo: .venv/requirements
 	$(RUN) sample.py --out_dir=out/demo_lt_nag --start='def ' --num_samples=1 --max_new_tokens=300
 
 test: .venv/requirements-test
-	$(RUN) -m pytest -q
+	$(PYTEST)
 
 quick: .venv/requirements-test
-	$(RUN) -m pytest -q -m quick
+	$(PYTEST) -m quick
 
 check: .venv/requirements-test
 	$(RUN) -m ruff check

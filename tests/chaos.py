@@ -1,14 +1,16 @@
 """Kills training runs with SIGKILL at random moments, resumes them, and holds what comes out
 against runs left alone.
 
-    python tests/chaos.py --seed=1 --kills=100             children of one process that has torch loaded: about a second a kill
-    python tests/chaos.py --kills=20 --fresh=True          a new python for every start
-    python tests/chaos.py --kills=3 --torchrun=True        two processes under torchrun --max_restarts; one of them is killed
+    python tests/chaos.py --seed=1 --kills=100       about a second a kill
+    python tests/chaos.py --kills=20 --fresh=True    a new python for every start
+    python tests/chaos.py --kills=3 --torchrun=True  two processes under torchrun --max_restarts
 
-A run saves all the time, from its own thread. After each kill every file in the folder has to be
-whole and no saved step may be lost; at the end weights, optimizer, random numbers, best.pt and
-records have to be those of the run left alone, bit for bit."""
+By default a run is a child of this process, which has torch loaded; under torchrun one of the two
+processes is killed. A run saves all the time, from its own thread. After each kill every file in
+the folder has to be whole and no saved step may be lost; at the end weights, optimizer, random
+numbers, best.pt and records have to be those of the run left alone, bit for bit."""
 
+import functools
 import json
 import os
 import random
@@ -275,8 +277,8 @@ def chaos(cfg, folder, data):
         + ', '.join(f'{n} {kind}' for kind, n in killed.most_common())
     )
     print(
-        f'resumed from {len(set(resumed) - {0})} different steps, {resumed.count(0)} times from none; nothing unreadable, nothing lost, '
-        f'all results as without kills'
+        f'resumed from {len(set(resumed) - {0})} different steps, {resumed.count(0)} times from '
+        'none; nothing unreadable, nothing lost, all results as without kills'
     )
 
 
@@ -297,6 +299,14 @@ def workers(process):
         ['pgrep', '-P', str(process.pid)], capture_output=True, text=True
     ).stdout.split()
     return [int(pid) for pid in found]
+
+
+def has_saved(folder, step):
+    return (folder / 'ckpt.pt').exists() and checkpoint.read_latest(folder)['step'] >= step
+
+
+def has_lost(process, worker):
+    return worker not in workers(process)
 
 
 def chaos_torchrun(cfg, folder, data):
@@ -331,13 +341,7 @@ def chaos_torchrun(cfg, folder, data):
         try:
             step, resumed = 0, []
             for kill in range(cfg.kills):
-                alive = wait_for(
-                    lambda: (
-                        (out / 'ckpt.pt').exists()
-                        and checkpoint.read_latest(out)['step'] >= step + 5
-                    ),
-                    process,
-                )
+                alive = wait_for(functools.partial(has_saved, out, step + 5), process)
                 expect(alive, f'the run ended before kill {kill}: {log.name}')
                 time.sleep(draw.uniform(0, 0.1))
                 rank0 = int((out / 'lock').read_text().split()[0])
@@ -347,10 +351,8 @@ def chaos_torchrun(cfg, folder, data):
                     else next(pid for pid in workers(process) if pid != rank0)
                 )
                 os.kill(victim, signal.SIGKILL)
-                expect(
-                    wait_for(lambda: victim not in workers(process), process),
-                    'torchrun did not restart',
-                )
+                restarted = wait_for(functools.partial(has_lost, process, victim), process)
+                expect(restarted, 'torchrun did not restart')
                 step = check_files(out, step)
                 resumed.append(f'rank {0 if victim == rank0 else "1"} at step {step}')
             expect(wait(process) == 0, f'exit code {process.returncode}: {log.name}')
@@ -362,7 +364,8 @@ def chaos_torchrun(cfg, folder, data):
     expect(len(starts) == cfg.kills + 1, 'starts', starts)
     check_outcome(out, alone, steps)
     print(
-        f'torchrun, two processes: killed {", ".join(resumed)}; went on from {starts[1:]}; all results as without kills'
+        f'torchrun, two processes: killed {", ".join(resumed)}; went on from {starts[1:]}; '
+        'all results as without kills'
     )
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from model import GPT, SCHEMES, GPTConfig
+from nanonag import checkpoint
 from nanonag.cli import UserError
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -27,22 +29,24 @@ torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 TINY = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=13, block_size=8)
 
 
+CHOICES = dict(  # of a scheme that is not normalized; the defaults come first
+    pos=['learned', 'rope'],
+    mlp=['gelu', 'swiglu'],
+    tie_weights=[True, False],
+    bias=[False, True],
+    velocity_init=['learned', 'zero'],
+)
+
+
 def variants(update):
     """Every GPTConfig choice that applies to the scheme, as keyword arguments."""
     rule, _ = SCHEMES[update]
     if rule.normalized:  # one architecture: RoPE, SwiGLU, untied, no biases
         return [dict(update=update)]
-    choices = dict(
-        pos=['learned', 'rope'],
-        mlp=['gelu', 'swiglu'],
-        tie_weights=[True, False],
-        bias=[False, True],
-    )
-    if rule.uses_velocity:
-        choices['velocity_init'] = ['learned', 'zero']
+    names = [name for name in CHOICES if name != 'velocity_init' or rule.uses_velocity]
     return [
-        dict(update=update, **dict(zip(choices, values)))
-        for values in itertools.product(*choices.values())
+        dict(update=update, **dict(zip(names, values)))
+        for values in itertools.product(*(CHOICES[name] for name in names))
     ]
 
 
@@ -60,6 +64,66 @@ def update(request):
 @pytest.fixture(params=[kwargs for update in SCHEMES for kwargs in variants(update)], ids=describe)
 def variant(request):
     return request.param
+
+
+# Tiers: `-m quick` is the equations, gradients and options, a training run and its resume.
+
+QUICK_FILES = {
+    'test_cache.py',
+    'test_config.py',
+    'test_dataloader.py',
+    'test_loss.py',
+    'test_metrics.py',
+    'test_model.py',
+    'test_optim.py',
+    'test_repository.py',
+    'test_sphere.py',
+    'test_tokenizer.py',
+    'test_train_refuse.py',
+    'test_updates.py',
+}
+QUICK_TESTS = {  # of other files
+    'test_records',
+    'test_the_rate_in_the_records_is_the_schedules',
+    'test_accumulation_is_one_larger_batch',
+    'test_thirty_steps_lower_the_loss[lt_nag-muon]',
+    'test_thirty_steps_lower_the_loss[ngpt-adamw]',
+    'test_a_resumed_run_equals_the_uninterrupted_one_bitwise[lt_nag-muon]',
+    'test_a_resumed_run_equals_the_uninterrupted_one_bitwise[ngpt-adamw]',
+    'test_resume_keeps_the_options_that_are_not_given',
+}
+SLOW_TESTS = {  # of those files: compilers, processes, statistics over many draws
+    'test_a_compiled_step_gives_the_eager_logits',
+    'test_compiled',
+    'test_compiled_training_step',
+    'test_compiles_without_a_graph_break',
+    'test_every_place_of_an_epoch_is_equally_likely',
+    'test_from_pretrained',
+    'test_nothing_but_a_user_error',
+    'test_parameter_count_on_the_sphere',
+    'test_a_users_mistake_is_one_line_of_the_program',
+}
+LONG_FILES = ['test_distributed.py', 'test_bench.py', 'test_chaos.py', 'test_cache.py']
+
+
+def is_quick(item):
+    """Whether a test belongs to the tier `quick`; of the variants those that differ from a
+    scheme's default in one choice at most."""
+    variant = item.callspec.params.get('variant', {}) if hasattr(item, 'callspec') else {}
+    if sum(variant[name] != CHOICES[name][0] for name in CHOICES.keys() & variant) > 1:
+        return False
+    if item.path.name in QUICK_FILES:
+        return getattr(item, 'originalname', item.name) not in SLOW_TESTS
+    return bool(QUICK_TESTS & {item.name, getattr(item, 'originalname', None)})
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the quick tests; the longest files come first, so that no worker ends with one."""
+    for item in items:
+        if is_quick(item):
+            item.add_marker('quick')
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def fresh(**kwargs):
@@ -229,6 +293,73 @@ def run_train(*args, **options):
     process = start_train(*args, **options)
     stdout, stderr = process.communicate(timeout=100)
     return process.returncode, stdout, stderr, records(args[1])
+
+
+def is_training(record):
+    return 'loss' in record
+
+
+def is_evaluation(record):
+    return 'val_loss' in record
+
+
+def metrics(run, after=0):
+    """Training and evaluation records past a step, of an Outcome or a list, without what no two
+    runs share."""
+    found = run if isinstance(run, list) else run.records
+    return [
+        {key: value for key, value in record.items() if key != 'tokens_per_s'}
+        for record in found
+        if 'config' not in record and record['step'] > after
+    ]
+
+
+ESSENCE = ('model', 'optimizer', 'scaler', 'step', 'best_val_loss', 'skipped', 'rng', 'data')
+
+
+def essence(path):
+    """Digests of all that goes on mattering in a checkpoint."""
+    state = checkpoint.read(path)
+    return {key: checkpoint.digest(state[key]) for key in ESSENCE}
+
+
+def contents(folder):
+    """{file name: digest of its bytes}, None if there is no such folder."""
+    if not folder.exists():
+        return None
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def goes_on(folder, source, name='ckpt-00000004.pt'):
+    """A folder as it was when its run was killed after the checkpoint `name` of `source`, some
+    records later."""
+    folder.mkdir()
+    shutil.copy(source / name, folder / 'ckpt.pt')
+    shutil.copy(source / 'metrics.jsonl', folder)
+    return folder
+
+
+def on_steps(action, patch=setattr):
+    """Makes train.py call action(step) as each step begins, from 0 on; `patch` sets an
+    attribute."""
+    import train as script
+
+    multiplier = script.lr_multiplier
+
+    def watched(step, cfg):
+        action(step)
+        return multiplier(step, cfg)
+
+    patch(script, 'lr_multiplier', watched)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(action): runs of this test call action(step) as each step begins, from 0 on."""
+    return lambda action: on_steps(action, monkeypatch.setattr)
 
 
 @pytest.fixture(scope='session')

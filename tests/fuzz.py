@@ -1,8 +1,10 @@
 """
 Feeds broken, hostile and random files and command lines to the scripts and watches what they do.
 
-    python tests/fuzz.py --seed=1 --cases=10000          minutes on one core; exits with 1 if anything was found
-    python tests/fuzz.py --seed=1 --first=4711 --cases=1 --verbose   one case again, with all that it printed
+    python tests/fuzz.py --seed=1 --cases=10000                     minutes on one core
+    python tests/fuzz.py --seed=1 --first=4711 --cases=1 --verbose  one case, with all it printed
+
+The exit code is 1 if anything was found.
 
 Case n of a seed is always the same. It may end with exit code 0 or 2 (or 1 where training itself
 failed, as from a rate of 1e308), within its time and memory, without an exception that nobody
@@ -70,7 +72,7 @@ class FuzzConfig:
         at_least(self, seed=0, cases=1, first=0, limit=0.1)
 
 
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what cases are made from
 
 
@@ -304,7 +306,7 @@ def make_materials(folder):
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # mutations
 
 
@@ -450,7 +452,7 @@ def evil_pickle(rng, canary):
     )
 
 
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the kinds of cases: each writes files into the folder of the case and returns (script, arguments)
 
 
@@ -900,7 +902,7 @@ KINDS = {
 }
 
 
-# -----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # running and watching a case
 
 
@@ -1010,9 +1012,8 @@ def watched(main, argv, folder, watch=()):
         ours = [
             frame for frame in frames if str(ROOT) in frame.filename and frame.name != 'watched'
         ] or frames
-        findings.append(
-            f'{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {str(error)[:150]}'
-        )
+        place = f'{Path(ours[-1].filename).name}:{ours[-1].lineno}'
+        findings.append(f'{type(error).__name__} at {place}: {str(error)[:150]}')
         printed.write(traceback.format_exc())
         code = 1
     finally:
@@ -1074,7 +1075,9 @@ def work(cfg, numbers, base, folder, pipe):
         try:
             kind, script, argv = make_case(cfg, number, base, folder)
         except Exception:
-            raise SystemExit(f'case {number} could not be made:\n{traceback.format_exc()[-2000:]}')
+            raise SystemExit(
+                f'case {number} could not be made:\n{traceback.format_exc()[-2000:]}'
+            ) from None
         if script is None:
             continue
         pipe.send((number, kind, script, argv))
@@ -1110,7 +1113,7 @@ def outcomes(cfg, base, scratch):
         except EOFError:
             worker.join()
             if started is None or started[0] in finished:
-                raise SystemExit('a worker of the fuzzer failed')
+                raise SystemExit('a worker of the fuzzer failed') from None
             done = numbers[: numbers.index(started[0]) + 1]
             yield *started, 'died', '', [f'the process died, exit code {worker.exitcode}'], 0.0
         worker.kill()
@@ -1141,9 +1144,8 @@ def main(argv):
         ):
             counts[kind, script.split()[0], code] += 1
             if cfg.verbose:
-                print(
-                    f'case {number}: {kind}, {script} {arguments_}, {seconds:.2f} s, exit code {code}\n{text}'
-                )
+                print(f'case {number}: {kind}, {script} {arguments_}')
+                print(f'{seconds:.2f} s, exit code {code}\n{text}')
             for finding in findings:
                 found.setdefault(finding.split(': ')[0], []).append(
                     f'--seed={cfg.seed} --first={number} --cases=1: {kind}, {script}: {finding}'
@@ -1151,9 +1153,8 @@ def main(argv):
                 print(f'FOUND: {found[finding.split(": ")[0]][-1]}', flush=True)
     for (kind, script, code), count in sorted(counts.items(), key=str):
         print(f'{kind:20} {script:8} exit code {code}: {count:6,}')
-    print(
-        f'{sum(counts.values()):,} cases in {time.perf_counter() - t0:.0f} s, {len(found)} kinds of findings'
-    )
+    seconds = time.perf_counter() - t0
+    print(f'{sum(counts.values()):,} cases in {seconds:.0f} s, {len(found)} kinds of findings')
     for examples in found.values():
         print(f'{len(examples):5} x {examples[0]}')
     sys.exit(1 if found else 0)

@@ -3,8 +3,8 @@ position at a time.
 
 Nothing here imports model.py. Everything is driven by a state dict (name -> float64 tensor) and a
 config, so that the two programs share names and numbers only. Symbols are the papers': X, V (B, T,
-d); A, M the two oracles; L layers, H heads of size C = d / H. A scheme that SCHEMES does not list
-has no reference (yet)."""
+d); A, M the two oracles; L layers, H heads of size C = d / H. A scheme of model.py that SCHEMES
+does not list fails the tests: its equation belongs into `step`."""
 
 import math
 
@@ -23,7 +23,13 @@ SCHEMES = {  # update -> (step, splitting)
 }
 
 
-# ---- the functions the equations are made of -------------------------------------------------------------------------
+def scheme(update):
+    """(step, splitting) of a scheme; fails for one that has no equation here."""
+    assert update in SCHEMES, f'{update}: add its equation to tests/reference.py'
+    return SCHEMES[update]
+
+
+# ---- the functions the equations are made of -----------------------------------------------------
 
 
 def sigmoid(raw):
@@ -65,7 +71,7 @@ def rotate(x, base):
     return torch.stack(columns, dim=-1)
 
 
-# ---- the two oracles -------------------------------------------------------------------------------------------------
+# ---- the two oracles -----------------------------------------------------------------------------
 
 
 def linear(state, name, x):
@@ -117,7 +123,26 @@ def mlp(state, cfg, layer, x, sphere):
     return linear(state, name + '.c_proj', u * silu(v))
 
 
-# ---- one optimizer step ----------------------------------------------------------------------------------------------
+def oracles(state, cfg, layer, sphere):
+    """A and M of a layer: attention and MLP, each after its pre-norm, which the sphere lacks."""
+    name = f'transformer.h.{layer}'
+
+    def A(y):
+        return attention(
+            state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_1', y), sphere
+        )
+
+    def M(y):
+        return mlp(state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_2', y), sphere)
+
+    return A, M
+
+
+def total(A, M):
+    return lambda y: A(y) + M(y)
+
+
+# ---- one optimizer step --------------------------------------------------------------------------
 
 
 def step(kind, state, cfg, name, x, v, G):
@@ -143,12 +168,12 @@ def step(kind, state, cfg, name, x, v, G):
     return x + (softplus(raw('nu')) * v if kind == 'tmm' else v), v
 
 
-# ---- the whole model -------------------------------------------------------------------------------------------------
+# ---- the whole model -----------------------------------------------------------------------------
 
 
 def logits(state, cfg, idx):
     """Logits (B, T, vocabulary) of every position of idx (B, T)."""
-    kind, splitting = SCHEMES[cfg.update]
+    kind, splitting = scheme(cfg.update)
     sphere = kind in ('sphere', 'sphere_nag')
     T = idx.shape[1]
 
@@ -163,22 +188,12 @@ def logits(state, cfg, idx):
 
     for layer in range(cfg.n_layer):
         name = f'transformer.h.{layer}'
-
-        def A(y):
-            return attention(
-                state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_1', y), sphere
-            )
-
-        def M(y):
-            return mlp(
-                state, cfg, layer, y if sphere else pre_norm(state, name + '.ln_2', y), sphere
-            )
-
+        A, M = oracles(state, cfg, layer, sphere)
         if splitting == 'lie_trotter':
             x, v = step(kind, state, cfg, name + '.update_attn', x, v, A)
             x, v = step(kind, state, cfg, name + '.update_mlp', x, v, M)
         else:
-            x, v = step(kind, state, cfg, name + '.update', x, v, lambda y: A(y) + M(y))
+            x, v = step(kind, state, cfg, name + '.update', x, v, total(A, M))
 
     if not sphere:
         x = pre_norm(state, 'transformer.ln_f', x)

@@ -80,7 +80,7 @@ def test_full_cache_refuses_more(update):
         model(tokens(T=1), cache=cache)
 
 
-# ---- generate --------------------------------------------------------------------------------------------------------
+# ---- generate ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -267,7 +267,7 @@ def test_generates_under_autocast(update, use_cache):
         assert model.generate(tokens(), 2 * BLOCK, use_cache=use_cache).shape == (2, 7 + 2 * BLOCK)
 
 
-# ---- Decoder: the fast way to the same tokens ---------------------------------------------------------------------------
+# ---- Decoder: the fast way to the same tokens ----------------------------------------------------
 
 
 @pytest.fixture(params=['eager', 'static'])
@@ -337,12 +337,14 @@ def test_a_row_in_float32_is_left_to_mkl_on_intel(monkeypatch, cpu, batch_size, 
 
 
 def test_a_compiled_step_gives_the_eager_logits():
-    """Through the real compiler, where this machine has one."""
-    if runtime.compiler_works(torch.device('cpu')) is not True:
-        pytest.skip('no working compiler')
-    model = nontrivial(torch.float32, update='lt_nag')
+    """Through the real compiler, where this machine has one. One layer: a kernel takes seconds."""
+    model = nontrivial(torch.float32, update='lt_nag', n_layer=1)
     expected = model.generate(tokens(B=2), 9, temperature=0)
-    assert torch.equal(
-        Decoder(model, torch.float32, compiled=True).generate(tokens(B=2), 9, temperature=0),
-        expected,
-    )
+    decoder = Decoder(model, torch.float32, compiled=True)
+    try:
+        text = decoder.generate(tokens(B=2), 9, temperature=0)
+    except Exception:
+        if runtime.why_no_compiler(torch.device('cpu')) is None:
+            raise
+        pytest.skip('no working compiler')
+    assert torch.equal(text, expected)

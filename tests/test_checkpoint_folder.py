@@ -296,5 +296,5 @@ def test_a_scaler_gets_more_patience_than_others(data_folder, tmp_path, monkeypa
     assert (
         outcome.code == 1
         and 'step 23:' in outcome.message
-        and '23 updates in a row' in outcome.message
+        and '23 steps in a row' in outcome.message
     )

@@ -113,7 +113,8 @@ def test_command_line(argv, key, value):
         ('--base=x.py', "--base=x.py: unknown option 'base'; did you mean 'bias'?"),
         (
             '--n_layer',
-            '--n_layer: the value is missing; write --n_layer=VALUE, where n_layer takes an integer',
+            '--n_layer: the value is missing; write --n_layer=VALUE, where n_layer takes an '
+            'integer',
         ),
         ('--n_layer --bias', '--n_layer: the value is missing'),
         ('--n_layer=', "--n_layer=: n_layer takes an integer, not ''"),
@@ -138,7 +139,8 @@ def test_command_line(argv, key, value):
         ),
         (
             '--compile',
-            '--compile: the value is missing; write --compile=VALUE, where compile takes auto or True or False',
+            '--compile: the value is missing; write --compile=VALUE, where compile takes auto or '
+            'True or False',
         ),
         ('--input=a,,b', "input takes names like a,b, not ('a', '', 'b')"),
         (
@@ -151,8 +153,8 @@ def test_command_line(argv, key, value):
         ),
         (
             'owt_lt_nag',
-            'owt_lt_nag: cannot be read as a config file: options are written --key=value, config files '
-            "config/NAME.py; did you mean 'config/owt_lt_nag.py'?",
+            'owt_lt_nag: cannot be read as a config file: options are written --key=value, config '
+            "files config/NAME.py; did you mean 'config/owt_lt_nag.py'?",
         ),
         (
             'config/owt_lt_nga.py',
@@ -355,7 +357,12 @@ from nanonag.cli import UserError, run
 def main(argv):
     print('x' * int(argv[0]) + '\\u20ac')
     if len(argv) > 1:
-        raise {{'user': UserError('a mistake'), 'exit': SystemExit(75), 'words': SystemExit('last words'), 'other': OSError(5, 'of a disk')}}[argv[1]]
+        raise {{
+            'user': UserError('a mistake'),
+            'exit': SystemExit(75),
+            'words': SystemExit('last words'),
+            'other': OSError(5, 'of a disk'),
+        }}[argv[1]]
 run(main)
 """
 
@@ -375,11 +382,8 @@ def run_print(tmp_path, *args, redirect='', **env):
 @pytest.mark.parametrize('size', ['10', '100000'])
 def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(tmp_path, size, unbuffered):
     code, _, err = run_print(tmp_path, size, redirect='>/dev/full', PYTHONUNBUFFERED=unbuffered)
-    assert (
-        code == 1
-        and err
-        == 'error: <stdout> cannot be written: No space left on device; what is printed there is lost\n'
-    )
+    told = 'error: <stdout> cannot be written: No space left on device; '
+    assert code == 1 and err == told + 'what is printed there is lost\n'
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no /dev/full here')

@@ -34,8 +34,7 @@ from nanonag.checkpoint import read
 from nanonag.decoder import Decoder
 from nanonag.loss import linear_cross_entropy
 from nanonag.optim import configure_optimizer, orthogonalize
-from train import TrainConfig
-from train import update as train_update
+from train import TrainConfig, train_step
 
 DEVICE = 'cuda'
 ON_CUDA = DEVICE == 'cuda'
@@ -209,7 +208,7 @@ def test_float16_skips_what_overflows_and_finds_its_scale(update):
     )
     scaler, losses, skipped = torch.amp.GradScaler(DEVICE, init_scale=2.0**40), [], 0
     for _ in range(60):
-        loss, norm = train_update(model, model, steps, scaler, iter([(idx, targets)]), 1, 1.0, rt)
+        loss, norm = train_step(model, model, steps, scaler, iter([(idx, targets)]), 1, 1.0, rt)
         losses.append(loss.item())
         if not math.isfinite(norm):
             skipped += 1

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import GPT, SCHEMES, GPTConfig
 from nanonag.cli import UserError
+from start import build_model, pretrained
 
 STARTS = dict(mu=0.5, beta=0.5, gamma=math.log(2), nu=1.0, alpha=0.05)
 
@@ -50,13 +51,11 @@ def idle(model):
     return {name for name, p in model.named_parameters() if id(p) in first}
 
 
-# ---- the numbers -----------------------------------------------------------------------------------------------------
+# ---- the numbers ---------------------------------------------------------------------------------
 
 
 def test_equals_the_reference(variant):
     """Logits, loss and every gradient against autograd through the plain loops of reference.py."""
-    if variant['update'] not in reference.SCHEMES:
-        pytest.skip(f'{variant["update"]} is registered but reference.py has no equations for it')
     model = nontrivial(**variant)
     idx, targets, state = tokens(), targets_with_gaps(), leaves(model)
 
@@ -71,8 +70,7 @@ def test_equals_the_reference(variant):
     loss.backward()
     expected.backward()
     # Where V_0 = 0 the velocity norm cancels gamma, and what is left of its gradient is a
-    # difference of large numbers:
-    # hence the second term, rounding in the largest gradient of the model.
+    # difference of large numbers: hence the second term, rounding in the model's largest gradient.
     rounding = 1e-14 * max(p.grad.abs().max() for p in state.values())
     for name, p in model.named_parameters():
         assert (p.grad - state[name].grad).abs().max() <= 1e-9 * state[
@@ -80,7 +78,6 @@ def test_equals_the_reference(variant):
         ].grad.abs().max() + rounding, name
 
 
-@pytest.mark.parametrize('update', [name for name in SCHEMES if name in reference.SCHEMES])
 def test_rope_base(update):
     """The base is a field, and a small one (short wavelengths) shows every frequency."""
     model = nontrivial(update=update, pos='rope', rope_base=3.0)
@@ -306,7 +303,7 @@ def test_bf16_autocast_is_near_float32(update):
 def test_compiles_without_a_graph_break(update):
     model = nontrivial(torch.float32, update=update)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    compiled = torch.compile(model, fullgraph=True, backend='eager')
     with torch.no_grad():
         assert relative_error(compiled(tokens())[0], model(tokens())[0]) < 1e-6
 
@@ -336,7 +333,7 @@ def test_a_copy_is_a_model_of_its_own(update):
     assert torch.equal(model(tokens())[0], before) and not torch.allclose(twin(tokens())[0], before)
 
 
-# ---- sizes, names, initialization ------------------------------------------------------------------------------------
+# ---- sizes, names, initialization ----------------------------------------------------------------
 
 
 def count(cfg):
@@ -549,7 +546,7 @@ def test_seed_draws_what_schemes_share_alike(update, tie_weights):
         assert name not in baseline or torch.equal(p, baseline[name]), name
 
 
-# ---- GPTConfig -------------------------------------------------------------------------------------------------------
+# ---- GPTConfig -----------------------------------------------------------------------------------
 
 
 def test_every_field_has_a_default():
@@ -684,7 +681,7 @@ def test_text_longer_than_the_block_is_refused(update):
         fresh(update=update)(tokens(T=9))
 
 
-# ---- GPT-2's weights -------------------------------------------------------------------------------------------------
+# ---- GPT-2's weights -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('activation', ['gelu', 'gelu_new'])
@@ -715,7 +712,7 @@ def test_from_pretrained(activation, tmp_path):
         for p in theirs.parameters():
             p.add_((0.3 if activation == 'gelu' else 0.02) * torch.randn_like(p))
     theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(str(tmp_path)).eval()
+    ours = build_model(pretrained(str(tmp_path)), '').eval()
     assert (ours.cfg.update, ours.cfg.n_layer, ours.cfg.n_head, ours.cfg.n_embd) == ('gd', 2, 2, 16)
     assert (ours.cfg.block_size, ours.cfg.bias) == (12, True)
     idx = tokens(T=12, vocab_size=29)
