@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from nanonag import memory, runtime
-from nanonag.cli import UserError, run, stay_single
+from nanonag.cli import UserError, first_line, run, stay_single
 from nanonag.configurator import FilePath, at_least, build, nearest, parse
 from nanonag.report import check_json, result_facts, write_json
 from start import load
@@ -357,7 +357,7 @@ def evaluate(lm, manager, cfg):
                 fewshot_random_seed=cfg.seed,
             )
     except OSError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f'tasks={",".join(cfg.tasks)}: their data is not available ({reason:.200}); the first '
             "use needs a connection to Hugging Face, later ones read the `datasets` package's cache"

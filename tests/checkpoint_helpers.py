@@ -5,7 +5,6 @@ from dataclasses import asdict
 import torch
 from conftest import fresh
 
-import train as script
 from nanonag.checkpoint import Saver
 
 TOKENIZER = {'kind': 'char', 'chars': list('abcdefghijklm')}
@@ -44,20 +43,6 @@ def save(folder, *steps, **options):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def on_steps(action, patch=setattr):
-    """Makes train.py call action(step) as each step begins, from 0 on.
-
-    `patch` sets an attribute, as setattr does.
-    """
-    multiplier = script.lr_multiplier
-
-    def watched(step, cfg):
-        action(step)
-        return multiplier(step, cfg)
-
-    patch(script, 'lr_multiplier', watched)
 
 
 def acting(plans, made=None):

@@ -1,7 +1,6 @@
 """The folder of a run: its lock, its files, and runs that resume from it or lose it."""
 
 import errno
-import functools
 import math
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import acting, names, on_steps, save
+from checkpoint_helpers import acting, names, save
 from conftest import train, write_data
 
 from nanonag import checkpoint
@@ -179,12 +178,6 @@ def powerless(data_folder):
     finally:
         os.seteuid(os.getuid())
         shutil.rmtree(folder)
-
-
-@pytest.fixture
-def at_step(monkeypatch):
-    """at_step(action): runs of this test call action(step) as each step begins, from 0 on."""
-    return functools.partial(on_steps, patch=monkeypatch.setattr)
 
 
 @pytest.mark.parametrize('init_from', ['scratch', 'auto'])

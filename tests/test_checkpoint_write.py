@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import TOKENIZER, acting, names, on_steps, save, state
+from checkpoint_helpers import TOKENIZER, acting, names, save, state
 from conftest import ROOT, SMALL, arguments, train
 
 from nanonag import checkpoint, files
@@ -599,12 +599,6 @@ def test_a_second_interrupt_within_a_save_does_not_wait_for_it(data_folder, tmp_
     assert (
         read(tmp_path / 'out' / 'ckpt.pt')['step'] == 2 and (tmp_path / 'out' / 'ckpt.tmp').exists()
     )
-
-
-@pytest.fixture
-def at_step(monkeypatch):
-    """at_step(action): runs of this test call action(step) as each step begins, from 0 on."""
-    return functools.partial(on_steps, patch=monkeypatch.setattr)
 
 
 def test_a_second_sigterm_within_a_save_changes_nothing(

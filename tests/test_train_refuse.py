@@ -203,8 +203,9 @@ def test_memory_that_the_model_does_not_get_is_a_users_mistake(data_folder, tmp_
 def test_accumulation_must_divide_among_the_processes(
     accumulation, processes, nearest, data_folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv('WORLD_SIZE', str(processes))
-    monkeypatch.setenv('RANK', '0')
+    variables = {'RANK': '0', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': '29500'}
+    for name, value in {**variables, 'WORLD_SIZE': str(processes)}.items():
+        monkeypatch.setenv(name, value)
     outcome = train(data_folder, tmp_path / 'out', gradient_accumulation_steps=accumulation)
     assert outcome.code == 2 and not (tmp_path / 'out').exists()
     assert f'={accumulation} ' in outcome.message and f' {processes} ' in outcome.message

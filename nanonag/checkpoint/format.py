@@ -10,7 +10,7 @@ import torch
 from nanonag.checkpoint import shards
 from nanonag.checkpoint.checksum import digest, is_stored
 from nanonag.checkpoint.folder import history
-from nanonag.cli import UserError, warn, world
+from nanonag.cli import UserError, first_line, warn, world
 
 VERSION = 1
 
@@ -254,8 +254,3 @@ def from_nanogpt(content):
         'gpt_config': {'update': 'gd', **arguments},
         'step': content.get('iter_num', 0),
     }
-
-
-def first_line(error):
-    """The first line of an exception's message, or its class name if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

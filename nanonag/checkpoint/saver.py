@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from nanonag.checkpoint import shards
 from nanonag.checkpoint.checksum import digest
 from nanonag.checkpoint.folder import history, run_files
-from nanonag.checkpoint.format import BEST_KEYS, first_line, load, tensors
-from nanonag.cli import UserError, warn, world
+from nanonag.checkpoint.format import BEST_KEYS, load, tensors
+from nanonag.cli import UserError, first_line, warn, world
 from nanonag.files import sync_folder, temporary_path, write_atomically
 
 
