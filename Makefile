@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN = .venv/bin/python
 # A file's tests share their fixtures, so each file goes to one worker; four of them at most, since
 # some tests start processes of their own. Models are tiny: more threads would only wait.
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses=4 --dist=loadfile \
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n logical --maxprocesses=4 --dist=loadfile \
 	--no-loadscope-reorder
 
 .PHONY: demo test quick check clean
